@@ -1,0 +1,32 @@
+# make demo: train on two processes. make test: prove every recipe. Both set up .venv first.
+VENV ?= .venv
+PYTHON ?= python3
+# REQUIRE_ALL=1 (in CI): a component that is missing fails the run instead of skipping its tests
+REQUIRE_ALL ?=
+export REQUIRE_ALL
+
+demo: $(VENV)/.recipes
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=2 mnist/ddp_launch.py --synthetic --epochs 3 --device cpu
+	@echo "That was mnist/ddp_launch.py on two processes. Next: read it beside mnist/single.py, look at its curves with"
+	@echo "  $(VENV)/bin/tensorboard --logdir runs"
+	@echo "or run another recipe: the table in README.md says which."
+
+test: $(VENV)/.tests
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m pytest -n 2
+
+lint: $(VENV)/.tests
+	$(VENV)/bin/ruff check .
+	bash -n scripts/*.sh .ci/run
+	if command -v shellcheck > /dev/null; then shellcheck scripts/*.sh .ci/run; else test -z "$(REQUIRE_ALL)"; fi
+
+$(VENV)/.recipes: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.recipes tests/requirements.txt scripts/install_horovod.sh
+	$(VENV)/bin/pip install --quiet -r tests/requirements.txt
+	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh || test -z "$(REQUIRE_ALL)"
+	touch $@
+
+.PHONY: demo test lint

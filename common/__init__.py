@@ -1,0 +1,1 @@
+"""What the recipes share and what has nothing to do with distribution."""

@@ -1,0 +1,156 @@
+"""The command line that all recipes share, and the one way to refuse a wrong input: one line and exit status 2."""
+
+import argparse
+import importlib
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import time
+
+import torch
+
+APEX = ("this recipe needs NVIDIA Apex at tag 25.05, the last with amp and parallel (PyPI's apex is another package): "
+        "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05; "
+        "or take ddp_amp.py, which needs torch alone")
+HOROVOD = "scripts/install_horovod.sh builds it into this environment"
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
+
+
+def fail(message):
+    """Print one line that says what is wrong and what to do, and end this process with status 2.
+
+    A wrong input is mostly wrong for all ranks. Rank 0 speaks at once, the launcher then ends the others,
+    and a rank that is still there after three seconds has something of its own to say.
+    """
+    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+    if rank > 0:
+        time.sleep(3)
+    print(f"{os.path.basename(sys.argv[0])}: {'' if rank == 0 else f'rank {rank}: '}{message}", file=sys.stderr)
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def require(module, hint):
+    """Import `module` by its dotted name, or end with status 2 and the `hint` that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a broken or an unrelated package of that name can raise anything
+        fail(f"{module} cannot be imported ({type(error).__name__}: {error}): {hint}")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The docstring as it stands, and the default of each flag that has one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes --batch_size for --batch-size, no abbreviations, and complains in one line."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        dashed = [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), arg) for arg in args]
+        return super().parse_known_args(dashed, namespace)
+
+    def error(self, message):
+        fail(f"{message} (--help lists the flags)")
+
+
+def number(kind, low, strictly=False):
+    """An argparse type: a finite `kind` (int or float) of at least `low`, or above it if `strictly`."""
+
+    def convert(text):
+        value = kind(text)
+        if not math.isfinite(value) or value < low or (strictly and value == low):
+            raise argparse.ArgumentTypeError(f"{text} is not {'above' if strictly else 'at least'} {low}")
+        return value
+
+    convert.__name__ = "whole number" if kind is int else "number"
+    return convert
+
+
+def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
+    """The parser of a recipe: `doc` is its docstring, `models` the names --model takes, the rest are defaults."""
+    end_on_ctrl_c()
+    p = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+    p.set_defaults(dataset=dataset)
+    data = p.add_argument_group("data")
+    data.add_argument("--data-dir", default="data", metavar="DIR", help="where the data set is, or is downloaded to")
+    data.add_argument("--synthetic", nargs="?", type=number(int, 1), const=10_000, metavar="IMAGES",
+                      help="train on so many generated images (10000 if no number is given) and a fifth as many for "
+                           "validation; needs no data set")
+    data.add_argument("-j", "--workers", type=number(int, 0), default=0, metavar="N",
+                      help="loader processes per training process; 0 keeps the images on the device")
+    train = p.add_argument_group("training")
+    train.add_argument("--model", choices=models, default=models[0], help="which model of common/models.py")
+    train.add_argument("--epochs", type=number(int, 1), default=epochs, metavar="N", help="passes over the data")
+    train.add_argument("-b", "--batch-size", type=number(int, 1), default=batch_size, metavar="N",
+                       help="images per step and process")
+    train.add_argument("--test-batch-size", type=number(int, 1), default=1000, metavar="N",
+                       help="images per evaluation step and process")
+    train.add_argument("--lr", type=number(float, 0, strictly=True), default=lr, help="learning rate of one process")
+    train.add_argument("--scale-lr", choices=("linear", "sqrt", "none"), default="linear",
+                       help="what the number of processes does to --lr: multiply, multiply by its root, nothing")
+    train.add_argument("--warmup-epochs", type=number(float, 0), default=1, metavar="N",
+                       help="epochs in which the learning rate grows from --lr to the scaled one")
+    train.add_argument("--momentum", type=number(float, 0), default=0.9, help="momentum of SGD")
+    train.add_argument("--weight-decay", "--wd", type=number(float, 0), default=weight_decay, metavar="WD",
+                       help="weight decay of SGD")
+    train.add_argument("--seed", type=number(int, 0), default=0, help="seed of weights, data order and augmentation")
+    machine = p.add_argument_group("device")
+    machine.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if it has one")
+    machine.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", default=argparse.SUPPRESS,
+                         help="the same as --device cpu")
+    output = p.add_argument_group("output")
+    output.add_argument("--log-interval", type=number(int, 1), default=10, metavar="STEPS",
+                        help="steps between two updates of the loss in the progress bar")
+    output.add_argument("--log-dir", metavar="DIR",
+                        help="TensorBoard events and results.json; without it a new folder under runs/")
+    output.add_argument("--checkpoint-dir", metavar="DIR", help="where last.pt is saved; without it the log folder")
+    output.add_argument("--resume", metavar="FILE", help="continue the run that saved this checkpoint")
+    output.add_argument("--dry-run", action="store_true", help="one step of training and evaluation, no files")
+    return p
+
+
+def pick_device(args, local_rank=0, local_world_size=1):
+    """The torch.device of process `local_rank` of `local_world_size` on this machine, which share its cores.
+
+    Ends with status 2 where --device cuda finds no GPU, where there are fewer GPUs than processes, or where there are
+    more than four processes to a CPU core.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device == "cpu" or (args.device == "auto" and gpus == 0):
+        if local_world_size > 4 * os.cpu_count():
+            fail(f"{local_world_size} processes on the CPU: {os.cpu_count()} cores take at most {4 * os.cpu_count()}")
+        return torch.device("cpu")
+    if gpus == 0:
+        fail("--device cuda: torch sees no GPU on this machine; --device cpu runs without one")
+    if gpus < local_world_size:
+        fail(f"{local_world_size} processes need a GPU each and torch sees {gpus}: start at most {gpus}, "
+             "or take --device cpu")
+    return torch.device("cuda", local_rank)
+
+
+def free_port():
+    """A TCP port that nothing listens on now, for the processes of one machine to meet at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def require_gpu(package):
+    """End with status 2 where torch sees no GPU and `package` does nothing without one."""
+    if not torch.cuda.is_available():
+        fail(f"{package} is here, but it needs a GPU and torch sees none: take ddp_amp.py, on any device")
+
+
+def end_on_ctrl_c():
+    """Let Ctrl-C end this process at once, instead of with a traceback from each rank; checkpoints are whole anyway."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,29 @@
+"""What the number of processes does to the learning rate, and how it changes over the run."""
+
+import math
+
+import torch
+
+
+def lr_factor(args, world_size):
+    """What --lr is multiplied with for `world_size` times the batch: see --scale-lr.
+
+    Linear is right while the gradient noise dominates, with a warm-up (Goyal et al. 2017, arXiv:1706.02677).
+    """
+    return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[args.scale_lr]
+
+
+def warmup_cosine(optimizer, args, steps_per_epoch):
+    """A scheduler to step after each batch: linear from --lr to the optimizer's rate, then a half cosine to zero.
+
+    With one process the two rates are the same, and the warm-up is a plateau.
+    """
+    warmup, total = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
+    start = args.lr / optimizer.param_groups[0]["lr"]
+
+    def factor(step):
+        if step < warmup:
+            return start + (1 - start) * step / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,0 +1,107 @@
+"""Train on MNIST with DistributedDataParallel, one process per device, started by mp.spawn.
+
+    python mnist/ddp_spawn.py -g 2
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python mnist/ddp_spawn.py -n 2 -g 1 -nr 0
+    MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python mnist/ddp_spawn.py -n 2 -g 1 -nr 1
+
+The last two make one run: start one on each of two machines, with the address of the first.
+"""
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+from common import data, flags, models, schedule
+from common.run import Run
+
+
+def parse_args():
+    parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
+                          epochs=5, batch_size=64, lr=0.02, weight_decay=0)
+    parser.add_argument("-n", "--nodes", type=flags.number(int, 1), default=1, help="machines")  # dist: of the run
+    parser.add_argument("-g", "--gpus", type=flags.number(int, 1), default=max(1, torch.cuda.device_count()),
+                        help="processes on each machine, one per GPU")  # dist: on the CPU as many as asked for
+    parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: which
+    args = parser.parse_args()
+    flags.pick_device(args, 0, args.gpus)  # dist: too few GPUs are one line here, not one from each process
+    if args.nr >= args.nodes:  # dist: else the others would wait for a rank that is not there
+        flags.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
+    if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
+        flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
+    return args
+
+
+def train_one_epoch(model, train, optimizer, scheduler, run):
+    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    model.train()
+    metrics = run.metrics()
+    for images, labels in run.batches(train, metrics):
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        metrics.update(loss, logits, labels)
+    return metrics.average()
+
+
+@torch.inference_mode()
+def evaluate(model, val, run):
+    """Loss and accuracy over the whole validation set, each image once."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ by rank; evaluate those that rank 0 saves
+    model.eval()
+    metrics = run.metrics()
+    for images, labels in run.batches(val, metrics):
+        logits = model(images)
+        metrics.update(F.cross_entropy(logits, labels), logits, labels)
+    return metrics.average()
+
+
+def main(local_rank, args):
+    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
+    device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
+    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
+    run = Run(args, "DistributedDataParallel", "mp.spawn", device, rank, world_size, all_reduce=dist.all_reduce)
+    if local_rank == 0:
+        data.download(args)  # dist: one process per machine downloads ...
+    dist.barrier()  # dist: ... while the others wait
+    train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
+    model = models.build(args, channels=1, size=28).to(device)
+    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
+    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
+    for epoch in range(start_epoch, args.epochs):
+        train.sampler.set_epoch(epoch)  # another order in each epoch
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
+        run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP wants as many batches on each
+    del model  # dist: the DDP wrapper goes before the group, or gloo can abort the process ...
+    gc.collect()  # dist: ... and it sits in reference cycles
+    dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
+    os.environ.setdefault("MASTER_PORT", str(flags.free_port()))  # dist: on one machine any free port will do
+    try:
+        mp.spawn(main, args=(args,), nprocs=args.gpus)  # dist: calls main(local_rank, args) in so many new processes
+    except mp.ProcessExitedException as error:
+        sys.exit(error.exit_code)  # dist: that process has said why

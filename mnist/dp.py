@@ -1,0 +1,74 @@
+"""Train on MNIST with nn.DataParallel: one process splits each batch over all the GPUs that it sees.
+
+    python mnist/dp.py
+    CUDA_VISIBLE_DEVICES=0,1 python mnist/dp.py
+
+--batch-size is that of the process: each GPU gets its part of it. DataParallel copies the model to every GPU in every
+step, and one Python process drives them all: ddp_spawn.py is faster on two GPUs already.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+from common import data, flags, models, schedule
+from common.run import Run
+
+
+def parse_args():
+    parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
+                          epochs=5, batch_size=64, lr=0.02, weight_decay=0)
+    return parser.parse_args()
+
+
+def train_one_epoch(model, train, optimizer, scheduler, run):
+    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    model.train()
+    metrics = run.metrics()
+    for images, labels in run.batches(train, metrics):
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        metrics.update(loss, logits, labels)
+    return metrics.average()
+
+
+@torch.inference_mode()
+def evaluate(model, val, run):
+    """Loss and accuracy over the whole validation set, each image once."""
+    model.eval()
+    metrics = run.metrics()
+    for images, labels in run.batches(val, metrics):
+        logits = model(images)
+        metrics.update(F.cross_entropy(logits, labels), logits, labels)
+    return metrics.average()
+
+
+def main():
+    args = parse_args()
+    device = flags.pick_device(args)
+    gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all that are visible
+    strategy = f"DataParallel, {len(gpus)} GPUs" if gpus else "DataParallel on the CPU: bare module"  # dist: no CPU
+    run = Run(args, strategy, "python", device)  # dist: one process, so one rank
+    train, val = data.mnist(args, device)
+    model = models.build(args, channels=1, size=28).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
+    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    if gpus:
+        model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
+    for epoch in range(start_epoch, args.epochs):
+        train.sampler.set_epoch(epoch)  # another order in each epoch
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
+        run.end_epoch(epoch, train_metrics, evaluate(model, val, run))
+
+
+if __name__ == "__main__":
+    main()

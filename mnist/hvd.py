@@ -1,0 +1,93 @@
+"""Train on MNIST with Horovod, one process per device, started by horovodrun or mpirun.
+
+    horovodrun -np 2 python mnist/hvd.py
+    horovodrun --mpi -np 2 python mnist/hvd.py
+    mpirun -np 2 --bind-to none python mnist/hvd.py --fp16-allreduce
+    mpirun -np 2 --bind-to none python mnist/hvd.py --use-adasum
+
+HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-reduce, for chrome://tracing or Perfetto.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+from common import data, flags, models, schedule
+from common.run import Run
+
+hvd = flags.require("horovod.torch", flags.HOROVOD)
+
+
+def parse_args():
+    parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
+                          epochs=5, batch_size=64, lr=0.02, weight_decay=0)
+    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as fp16")  # dist: half the bytes
+    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: instead of the average
+    return parser.parse_args()
+
+
+def train_one_epoch(model, train, optimizer, scheduler, run):
+    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    model.train()
+    metrics = run.metrics()
+    for images, labels in run.batches(train, metrics):
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        metrics.update(loss, logits, labels)
+    return metrics.average()
+
+
+@torch.inference_mode()
+def evaluate(model, val, run):
+    """Loss and accuracy over the whole validation set, each image once."""
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # dist: BatchNorm's statistics differ by rank
+    model.eval()
+    metrics = run.metrics()
+    for images, labels in run.batches(val, metrics):
+        logits = model(images)
+        metrics.update(F.cross_entropy(logits, labels), logits, labels)
+    return metrics.average()
+
+
+def main():
+    args = parse_args()
+    device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
+    if args.use_adasum and not (hvd.mpi_enabled() or (device.type == "cuda" and hvd.nccl_built())):  # dist: not in Gloo
+        flags.fail("--use-adasum needs MPI or NCCL, and this run is on Gloo: start it with mpirun or horovodrun --mpi")
+    launcher = "mpirun (MPI)" if hvd.mpi_enabled() else "horovodrun (Gloo)"  # dist: for the first line
+    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
+    run = Run(args, "Horovod", launcher, device, hvd.rank(), hvd.size(), lambda sums: hvd.allreduce_(sums, op=hvd.Sum))
+    if hvd.local_rank() == 0:
+        data.download(args)  # dist: one process per machine downloads ...
+    hvd.barrier()  # dist: ... while the others wait
+    train, val = data.mnist(args, device, hvd.rank(), hvd.size())  # dist: each rank reads a share of its own
+    model = models.build(args, channels=1, size=28).to(device)
+    adasum_lr = hvd.local_size() if device.type == "cuda" else 1  # dist: it adapts; NCCL averages in the machine first
+    lr = args.lr * schedule.lr_factor(args, adasum_lr if args.use_adasum else hvd.size())  # dist: a larger batch
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    how = {"compression": hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+           "op": hvd.Adasum if args.use_adasum else hvd.Average}  # dist: how the gradients travel and combine
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)  # dist: step() waits for all ranks
+    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
+    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: all start from rank 0's weights ...
+    if start_epoch > 0:  # dist: ... and momentum; for a new SGD, Horovod would make it by a step of weight decay
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for epoch in range(start_epoch, args.epochs):
+        train.sampler.set_epoch(epoch)  # another order in each epoch
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
+        run.end_epoch(epoch, train_metrics, evaluate(model, val, run))
+
+
+if __name__ == "__main__":
+    hvd.init()  # dist: joins the processes that horovodrun or mpirun started
+    main()

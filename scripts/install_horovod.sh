@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Build Horovod into the Python environment that is active: scripts/install_horovod.sh
+#
+# PYTHON=... picks another interpreter. Needs a C++ compiler; MPI is built in where mpicxx is found
+# (Debian: openmpi-bin libopenmpi-dev) and NCCL where torch sees a GPU. Takes two minutes on two cores.
+#
+# 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build as it comes:
+#   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;
+#   - torch's headers need C++17, since 2.13 C++20, and Horovod asks for 14;
+#   - a CUDA build of torch beside an nvcc makes it look for the whole CUDA toolkit, GPU or not.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3}
+VERSION=0.28.1
+SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
+"$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cmake
+PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+export MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script
+
+# pip compares the archive with the hash and refuses another one
+echo "horovod==$VERSION --hash=sha256:$SHA256" > "$work/pin.txt"
+"$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --require-hashes \
+    --requirement "$work/pin.txt" --dest "$work"
+tar -xzf "$work/horovod-$VERSION.tar.gz" -C "$work"
+cd "$work/horovod-$VERSION"
+
+patch_line() {  # FILE OLD NEW: replace OLD by NEW, and stop if OLD is not there
+    grep -q -- "$2" "$1" || { echo "$1 does not hold '$2': is this Horovod $VERSION?" >&2; exit 1; }
+    sed -i "s/$2/$3/" "$1"
+}
+patch_line CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
+patch_line horovod/torch/CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
+
+export CMAKE_POLICY_VERSION_MINIMUM=3.5
+export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+if command -v mpicxx > /dev/null; then
+    export HOROVOD_WITH_MPI=1
+else
+    export HOROVOD_WITHOUT_MPI=1
+    echo "mpicxx is not here: building with gloo alone" >&2
+fi
+if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    # torch brings NCCL as libnccl.so.2; the linker wants a libnccl.so
+    nccl=$("$PYTHON" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2> /dev/null || true)
+    if [ -n "$nccl" ]; then
+        mkdir "$work/nccl"
+        ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/libnccl.so"
+        export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$work/nccl
+    fi
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
+else
+    patch_line cmake/Modules/FindPytorch.cmake 'print(True if ((torch.version.cuda .*)' 'print(False)'
+fi
+
+"$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+cd /
+"$PYTHON" -m horovod.runner.launch --check-build
