@@ -55,8 +55,8 @@ def main():
     args = parse_args()
     device = flags.pick_device(args)
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all that are visible
-    strategy = f"DataParallel, {len(gpus)} GPUs" if gpus else "DataParallel on the CPU: bare module"  # dist: no CPU
-    run = Run(args, strategy, "python", device)  # dist: one process, so one rank
+    strategy = f"DataParallel, {len(gpus)} GPUs" if gpus else "DataParallel (on the CPU the bare module)"  # dist: which
+    run = Run(args, strategy, "python", device)  # dist: one process whatever the number of GPUs, so one rank
     train, val = data.cifar10(args, device)
     model = models.build(args, channels=3, size=32).to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)

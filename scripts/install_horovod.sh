@@ -20,7 +20,8 @@ trap 'rm -rf "$work"' EXIT
 "$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
 "$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cmake
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
-export MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script
+MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script
+export MAKEFLAGS
 
 # pip compares the archive with the hash and refuses another one
 echo "horovod==$VERSION --hash=sha256:$SHA256" > "$work/pin.txt"

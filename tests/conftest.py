@@ -1,0 +1,30 @@
+import socket
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT, need
+
+sys.path.insert(0, str(ROOT))
+
+SHARED = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A function that lays a real data set out in a folder and returns the folder."""
+    folder = tmp_path_factory.mktemp("real")
+
+    def unpack(dataset):
+        need(SHARED.exists(), f"{SHARED}: the real images")
+        subprocess.run([sys.executable, SHARED / "unpack.py", folder, "--only", dataset], check=True)
+        return folder
+
+    return unpack
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

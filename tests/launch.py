@@ -1,0 +1,136 @@
+"""Start recipes as a user does, in a shell, and see that they leave no process behind."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
+RECIPES = sorted(path for folder in DATASETS for path in folder.glob("*.py"))
+MARK = "RECIPE_TEST"  # in the environment of all that a test starts, so that what it leaves behind is found
+
+
+def need(there, what):
+    """Skip where a component is missing, and say how to get it; fail where nothing may be missing (CI)."""
+    if not there:
+        pytest.fail(f"missing: {what}") if os.environ.get("REQUIRE_ALL") else pytest.skip(what)
+
+
+def need_horovod(*launchers):
+    check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
+    shown = subprocess.run(check, capture_output=True, text=True)
+    need("[X] PyTorch" in shown.stdout, "Horovod: scripts/install_horovod.sh builds it")
+    if any("mpi" in launcher for launcher in launchers):
+        need(shutil.which("mpirun") and "[X] MPI" in shown.stdout,
+             "Open MPI: apt-get install openmpi-bin libopenmpi-dev, then scripts/install_horovod.sh again")
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+def commands(recipe):
+    """The commands in the docstring of a recipe, each an indented line of its own."""
+    docstring = ast.get_docstring(ast.parse(recipe.read_text()), clean=False)
+    return re.findall(r"^    (\S.*)$", docstring, flags=re.MULTILINE)
+
+
+def strategies(processes, folder):
+    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many processes."""
+    return {
+        "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
+        "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
+        "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
+    }
+
+
+class Job:
+    """A shell command in a process group of its own, whose descendants are known by a mark in their environment."""
+
+    def __init__(self, command, cwd, **environment):
+        self.command, self.mark = command, uuid.uuid4().hex
+        self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        self.process = subprocess.Popen(
+            ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
+            start_new_session=True, env=inherited | as_root | {"PATH": path, MARK: self.mark} | environment)
+
+    def output(self):
+        """All that it printed, without the rank that horovodrun puts before each line."""
+        return re.sub(r"\[\d+(,\d+)?\]<std(out|err)>:", "", Path(self.printed.name).read_text())
+
+    def alive(self):
+        """What it started and what still runs, wherever in the process tree."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return found
+
+    def wait_for(self, text, timeout=90):
+        """Return once it has printed `text`; fail if it ends before, or takes longer than `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while text not in self.output():
+            assert self.process.poll() is None, f"{self.command} ended without '{text}':\n{self.output()}"
+            assert time.monotonic() < end, f"{self.command}: no '{text}' in {timeout} s:\n{self.output()}"
+            time.sleep(0.05)
+
+    def signal(self, number, everyone=False):
+        """Send a signal to what a terminal would: the process group; or to each process that there is."""
+        if everyone:
+            for process in self.alive():
+                process.send_signal(number)
+        else:
+            os.killpg(self.process.pid, number)
+
+    def finish(self, timeout=150):
+        """Wait for the end, check that nothing is left 5 s later, and return the exit status."""
+        try:
+            status = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL, everyone=True)
+            pytest.fail(f"{self.command} still ran after {timeout} s:\n{self.output()}")
+        end = time.monotonic() + 5
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.1)
+        left = self.alive()
+        for process in left:
+            process.kill()
+        assert not left, f"{self.command} left {left} behind"
+        return status
+
+
+def run(command, cwd, status=0, **environment):
+    """Run a command to its end and return what it printed; fail if its exit status is not `status`."""
+    job = Job(command, cwd, **environment)
+    ended_with = job.finish()
+    assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
+    return job.output()
+
+
+def checkpoint(folder):
+    return torch.load(Path(folder) / "last.pt", weights_only=True)
+
+
+def largest_difference(a, b):
+    """The largest difference between two dicts of tensors, relative to the largest value of each tensor."""
+    assert a.keys() == b.keys()
+    return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)

@@ -1,0 +1,131 @@
+"""Each recipe, started by each command in its docstring, runs to the end and says what it ought to, once."""
+
+import importlib.util
+import json
+import os
+import re
+import time
+
+import pytest
+import torch
+from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, strategies
+
+SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
+
+
+def jobs():
+    """(recipe, commands that make one run): those that name a machine by -nr belong together."""
+    for recipe in RECIPES:
+        lines = commands(recipe)
+        together = [line for line in lines if "-nr " in line]
+        for group in [[line] for line in lines if line not in together] + ([together] if together else []):
+            yield pytest.param(recipe, group, id=group[-1].replace(" ", "_").replace("/", "."))
+
+
+def small_model(recipe):
+    return "--model convnet --lr 0.02" if recipe.parent.name != "mnist" else ""
+
+
+def apex_there():
+    return torch.cuda.is_available() and importlib.util.find_spec("apex") is not None
+
+
+def test_every_recipe_names_a_command():
+    assert len(RECIPES) >= 14
+    for recipe in RECIPES:
+        assert commands(recipe), f"{name_of(recipe)} says nowhere how to start it"
+        assert all(name_of(recipe) in line for line in commands(recipe))
+
+
+@pytest.mark.parametrize(("recipe", "group"), list(jobs()))
+def test_docstring_command(recipe, group, tmp_path, free_port):
+    if "hvd.py" in recipe.name:
+        need_horovod(*group)
+    started = []
+    for line in group:
+        line = line.replace("29500", free_port)  # several tests at a time
+        line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={free_port} ", line)
+        command = f"{line} {SMALL} {small_model(recipe)} --log-dir {tmp_path}/log"
+        started.append(Job(command, cwd=ROOT))
+    status = [job.finish() for job in started]
+    output = "".join(job.output() for job in started)
+    if recipe.name == "apex_amp.py" and not apex_there():
+        assert status == [1], output  # torchrun's own status for a worker that failed
+        assert len(re.findall(r"^apex_amp.py: .*25\.05.*pip install.*ddp_amp\.py", output, re.MULTILINE)) == 1, output
+        return
+    assert status == [0] * len(group), output
+    first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
+    launcher = {"ddp_spawn.py": "mp.spawn", "hvd.py": "mpirun (MPI)"}.get(
+        recipe.name, next(name for name in ("torchrun", "torch.distributed.launch", "python") if name in group[0]))
+    processes = 1 if recipe.name in ("single.py", "dp.py") else 2
+    for part in (f"launcher {launcher}", f"world size {processes}", "device ", "batch 32 per process",
+                 f"{32 * processes} global", "learning rate 0.0"):
+        assert part in first, first
+    assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "not one process speaks, but several"
+    assert len(re.findall(r"^epoch 1/1: train loss [\d.]+ accuracy [\d.]+% \| val loss [\d.]+ accuracy [\d.]+% \| "
+                          r"[\d,]+ images/s \| [\d.]+ s \| \d+% waiting for data$", output, re.MULTILINE)) == 1, output
+    results = json.loads((tmp_path / "log" / "results.json").read_text())
+    assert results["world_size"] == processes
+    assert results["epochs"][0]["train"]["images"] == 2048
+    assert results["epochs"][0]["val"]["images"] == 2048 // 5
+    assert results["epochs"][0]["train"]["accuracy"] > 0.3, "chance is 0.1"
+    assert (tmp_path / "log" / "last.pt").exists()
+
+
+def test_must_show_horovodrun(tmp_path):
+    need_horovod("gloo")
+    output = run("horovodrun -np 2 python cifar10/hvd.py --synthetic --model convnet --epochs 1 "
+                 f"--log-dir {tmp_path}/log", cwd=ROOT, CUDA_VISIBLE_DEVICES="")
+    assert len(re.findall(r"^cifar10: ", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^epoch 1/1: ", output, re.MULTILINE)) == 1
+
+
+def test_underscores_and_scaling(tmp_path):
+    output = run(f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic 512 --batch_size 32 --scale_lr sqrt --lr 0.1 "
+                 "--dry_run", cwd=tmp_path)
+    assert "batch 32 per process, 64 global | learning rate 0.141421" in output
+    assert not (tmp_path / "runs").exists(), "--dry-run leaves no files"
+
+
+def test_tensorboard_has_the_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 2 --log-dir log", cwd=tmp_path)
+    events = EventAccumulator(str(tmp_path / "log")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["lr", "perf/images_per_sec", "train/accuracy", "train/loss",
+                                                "val/accuracy", "val/loss"]
+    results = json.loads((tmp_path / "log" / "results.json").read_text())
+    logged = [event.value for event in events.Scalars("val/loss")]
+    assert logged == pytest.approx([epoch["val"]["loss"] for epoch in results["epochs"]])
+    assert {"python", "torch", "torchvision"} <= results["versions"].keys()
+    assert results["arguments"]["epochs"] == 2
+    assert results["hardware"]["cores"] == os.cpu_count()
+
+
+def test_progress_bar_on_a_terminal_only(tmp_path):
+    command = f"python {ROOT}/mnist/single.py --synthetic 2048 --epochs 1"
+    assert "step/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
+    shown = run(f"script -qec 'stty columns 100; {command} --log-dir terminal' /dev/null", cwd=tmp_path)
+    assert "step/s" in shown
+    assert "loss=" in shown
+
+
+def test_horovod_timeline(tmp_path):
+    need_horovod("gloo")
+    run(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 512 --dry-run", cwd=tmp_path,
+        HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+
+
+@pytest.mark.parametrize("launcher", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
+def test_ctrl_c(launcher, tmp_path):
+    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
+    if launcher.startswith("hvd"):
+        need_horovod(launcher)
+    job = Job(f"{command} --synthetic --epochs 500 --log-dir log", cwd=tmp_path)
+    job.wait_for("epoch 2/")
+    time.sleep(0.2)
+    job.signal(2)  # what Ctrl-C sends, to the process group
+    assert job.finish(timeout=30) != 0
+    recipe_traces = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
+    assert not recipe_traces, job.output()
