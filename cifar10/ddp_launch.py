@@ -24,10 +24,7 @@ def parse_args():
     parser = flags.parser(__doc__, dataset="cifar10", models=("resnet18", "convnet", "lenet"),
                           epochs=30, batch_size=128, lr=0.1, weight_decay=5e-4)
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
-    args = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
-        flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
-    return args
+    return parser.parse_args()
 
 
 def train_one_epoch(model, train, optimizer, scheduler, run):
@@ -60,17 +57,19 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
+    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
+        flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
     local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
     device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device)  # dist: bound to that GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel", launcher, device, rank, world_size, all_reduce=dist.all_reduce)
+    run = Run(args, "DistributedDataParallel", launcher, device, rank, world_size, dist.all_reduce)
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait

@@ -18,7 +18,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands b
 from common import data, flags, models, schedule
 from common.run import Run
 
-hvd = flags.require("horovod.torch", flags.HOROVOD)
+hvd = flags.require("horovod.torch", flags.HOROVOD)  # dist: an import that says in one line what is missing
 
 
 def parse_args():

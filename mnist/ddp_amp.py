@@ -21,7 +21,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands b
 from common import data, flags, models, schedule
 from common.run import Run
 
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # amp: fp16 has more digits, bf16 more range
 
 
 def parse_args():
@@ -29,13 +29,10 @@ def parse_args():
                           epochs=5, batch_size=64, lr=0.02, weight_decay=0)
     parser.add_argument("--amp-dtype", choices=AMP_DTYPES, default="bf16", help="the 16-bit type")  # amp: see scaler
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
-    args = parser.parse_args()
-    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
-        flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
-    return args
+    return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run, scaler):
+def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
     metrics = run.metrics()
@@ -68,17 +65,19 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
+    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
+        flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
     local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
     device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device)  # dist: bound to that GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel + amp", launcher, device, rank, world_size, all_reduce=dist.all_reduce)
+    run = Run(args, "DistributedDataParallel + amp", launcher, device, rank, world_size, dist.all_reduce)  # amp
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -92,7 +91,7 @@ def main():
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)  # amp
         run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP wants as many batches on each
 
 

@@ -30,13 +30,7 @@ def parse_args():
     parser.add_argument("-g", "--gpus", type=flags.number(int, 1), default=max(1, torch.cuda.device_count()),
                         help="processes on each machine, one per GPU")  # dist: on the CPU as many as asked for
     parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: which
-    args = parser.parse_args()
-    flags.pick_device(args, 0, args.gpus)  # dist: too few GPUs are one line here, not one from each process
-    if args.nr >= args.nodes:  # dist: else the others would wait for a rank that is not there
-        flags.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
-    if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
-        flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
-    return args
+    return parser.parse_args()
 
 
 def train_one_epoch(model, train, optimizer, scheduler, run):
@@ -67,17 +61,17 @@ def evaluate(model, val, run):
     return metrics.average()
 
 
-def main(local_rank, args):
+def main(local_rank, args):  # dist: what each process that mp.spawn starts calls, with its number
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device)  # dist: bound to that GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel", "mp.spawn", device, rank, world_size, all_reduce=dist.all_reduce)
+    run = Run(args, "DistributedDataParallel", "mp.spawn", device, rank, world_size, dist.all_reduce)
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -98,10 +92,15 @@ def main(local_rank, args):
 
 
 if __name__ == "__main__":
-    args = parse_args()
+    args = parse_args()  # dist: once, in the process that starts the others
+    flags.pick_device(args, 0, args.gpus)  # dist: too few GPUs are one line here, not one from each process
+    if args.nr >= args.nodes:  # dist: else the others would wait for a rank that is not there
+        flags.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
+    if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
+        flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(flags.free_port()))  # dist: on one machine any free port will do
     try:
-        mp.spawn(main, args=(args,), nprocs=args.gpus)  # dist: calls main(local_rank, args) in so many new processes
+        mp.spawn(main, args=(args,), nprocs=args.gpus)  # dist: calls main in so many new processes
     except mp.ProcessExitedException as error:
         sys.exit(error.exit_code)  # dist: that process has said why

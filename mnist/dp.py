@@ -59,7 +59,8 @@ def main():
     run = Run(args, strategy, "python", device)  # dist: one process whatever the number of GPUs, so one rank
     train, val = data.mnist(args, device)
     model = models.build(args, channels=1, size=28).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    lr = args.lr
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
     if gpus:

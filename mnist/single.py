@@ -52,7 +52,8 @@ def main():
     run = Run(args, "single device", "python", device)
     train, val = data.mnist(args, device)
     model = models.build(args, channels=1, size=28).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    lr = args.lr
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
     for epoch in range(start_epoch, args.epochs):

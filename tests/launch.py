@@ -64,11 +64,11 @@ class Job:
         self.command, self.mark = command, uuid.uuid4().hex
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        # one thread each: tests run side by side, and OpenMP's threads wait for a core that is taken by spinning
+        setting = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.process = subprocess.Popen(
             ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
-            start_new_session=True, env=inherited | as_root | {"PATH": path, MARK: self.mark} | environment)
+            start_new_session=True, env={**os.environ, **setting, "PATH": path, MARK: self.mark, **environment})
 
     def output(self):
         """All that it printed, without the rank that horovodrun puts before each line."""

@@ -105,7 +105,7 @@ def test_tensorboard_has_the_scalars(tmp_path):
 def test_progress_bar_on_a_terminal_only(tmp_path):
     command = f"python {ROOT}/mnist/single.py --synthetic 2048 --epochs 1"
     assert "step/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
-    shown = run(f"script -qec 'stty columns 100; {command} --log-dir terminal' /dev/null", cwd=tmp_path)
+    shown = run(f"script -qec 'stty columns 100 rows 40; {command} --log-dir terminal' /dev/null", cwd=tmp_path)
     assert "step/s" in shown
     assert "loss=" in shown
 

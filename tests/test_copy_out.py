@@ -1,0 +1,31 @@
+"""A recipe that is copied into another project, with common/ beside it, runs there."""
+
+import shutil
+
+import pytest
+from launch import RECIPES, ROOT, name_of, need_horovod, run
+
+STARTS = {
+    "single.py": "python {}", "dp.py": "python {}", "ddp_spawn.py": "python {} -g 2", "hvd.py":
+    "horovodrun --gloo -np 2 python {}", "ddp_launch.py": "torchrun --standalone --nproc-per-node=2 {}",
+    "ddp_amp.py": "torchrun --standalone --nproc-per-node=2 {}", "apex_amp.py": "python {}",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_copy_out(recipe, tmp_path):
+    """Data set by data set in turn: flat, as train.py beside common/, and nested, in a folder beside common/."""
+    if recipe.name == "hvd.py":
+        need_horovod("gloo")
+    flat = recipe.parent.name == "mnist"
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copytree(ROOT / "common", project / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = project / "train.py" if flat else project / "training" / recipe.name
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(recipe, copy)
+    command = f"{STARTS[recipe.name].format(copy)} --synthetic 512 --dry-run"
+    if recipe.name == "apex_amp.py":  # what it says where there is no Apex is all that can be seen of it without a GPU
+        assert f"{copy.name}: apex.amp cannot be imported" in run(command, cwd=elsewhere, status=2)
+    else:
+        assert "epoch 1/" in run(f"{command} --model lenet", cwd=elsewhere)

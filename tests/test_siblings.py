@@ -1,0 +1,146 @@
+"""The recipes are read in pairs: what tells two of them apart is what distribution adds, and no more."""
+
+import ast
+import difflib
+import re
+
+import pytest
+from launch import DATASETS, RECIPES, ROOT, name_of
+
+SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
+LINES = {"mnist": 120, "cifar10": 140, "imagenet": 180}
+# recipe: (the one it is read against, the changed lines that it may have, the mark of a line that it adds)
+PAIRS = {
+    "dp.py": ("single.py", 12, "# dist:"),
+    "ddp_spawn.py": ("single.py", 45, "# dist:"),
+    "ddp_launch.py": ("single.py", 35, "# dist:"),
+    "hvd.py": ("single.py", 40, "# dist:"),
+    "ddp_amp.py": ("ddp_launch.py", 15, "# amp"),
+    "apex_amp.py": ("ddp_launch.py", 15, "# amp"),
+}
+# What one data set says where another says something else; everything else is the same in both.
+OF_A_DATASET = {"data.mnist": "data.cifar10", "MNIST": "CIFAR-10", "mnist/": "cifar10/"}
+
+
+def body(path):
+    """The lines of a recipe without its docstring, its imports and blank lines, each with its number (from 1)."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    left_out = [tree.body[0], *(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))]
+    numbers = {n for node in left_out for n in range(node.lineno, node.end_lineno + 1)}
+    return [(n, line) for n, line in enumerate(text.splitlines(), 1) if n not in numbers and line.strip()]
+
+
+def changes(path, other):
+    """What `path` has that `other` has not: a list of (old lines, new lines with their numbers)."""
+    old, new = body(other), body(path)
+    matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in new], autojunk=False)
+    return [([line for _, line in old[i1:i2]], new[j1:j2])
+            for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
+
+
+def pairs():
+    return [pytest.param(recipe, recipe.parent / PAIRS[recipe.name][0], *PAIRS[recipe.name][1:], id=name_of(recipe))
+            for recipe in RECIPES if recipe.name != "single.py"]
+
+
+def statements(text):
+    """(first line, last line) of what a comment can stand for.
+
+    That is a simple statement, a header with the statement after it, or a whole `with`, which indents what is in it.
+    """
+    spans = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If | ast.For | ast.Try | ast.ExceptHandler):
+            spans.append((node.lineno, node.body[0].end_lineno))
+            if getattr(node, "orelse", []):
+                spans.append((node.body[-1].end_lineno + 1, node.orelse[0].end_lineno))
+        elif isinstance(node, ast.FunctionDef):
+            spans.append((node.lineno, node.body[0].lineno - 1))
+        elif isinstance(node, ast.stmt):
+            spans.append((node.lineno, node.end_lineno))
+    return spans
+
+
+def test_the_pairs_are_found():
+    names = {recipe.name for recipe in RECIPES}
+    assert names == {*PAIRS, "single.py"}
+    assert len(pairs()) == len(PAIRS) * len(DATASETS) >= 12
+    for folder in DATASETS:
+        assert {path.name for path in folder.glob("*.py")} == names
+
+
+@pytest.mark.parametrize(("recipe", "other", "budget", "mark"), pairs())
+def test_diff_budget(recipe, other, budget, mark):
+    count = sum(max(len(old), len(new)) for old, new in changes(recipe, other))
+    assert 0 < count <= budget
+
+
+@pytest.mark.parametrize(("recipe", "other", "budget", "mark"), pairs())
+def test_added_statements_give_their_reason(recipe, other, budget, mark):
+    text = recipe.read_text()
+    lines = text.splitlines()
+    for _, new in changes(recipe, other):
+        for number, line in new:
+            around = [span for span in statements(text) if span[0] <= number <= span[1]]
+            shown = [lines[n - 1] for span in around for n in range(span[0], span[1] + 1)]
+            above = [lines[span[0] - 2] for span in around if lines[span[0] - 2].strip().startswith(mark)]
+            assert mark in line + "".join(shown + above), f"{name_of(recipe)}:{number} gives no reason"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_anatomy(recipe):
+    text = recipe.read_text()
+    tree = ast.parse(text)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions] == SECTIONS
+    assert isinstance(tree.body[-1], ast.If), "the launch line comes last"
+    assert len(text.splitlines()) <= LINES[recipe.parent.name]
+    for node in functions:
+        assert node.end_lineno - node.lineno < 30, node.name
+    if recipe.name == "single.py":
+        assert "dist:" not in text
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_the_diff_is_the_same_for_all_datasets(name):
+    def normalised(folder):
+        text = "\n".join(f"-{line}" for old, new in changes(folder / name, folder / PAIRS[name][0]) for line in old)
+        text += "\n".join(f"+{line}" for old, new in changes(folder / name, folder / PAIRS[name][0]) for _, line in new)
+        for first, second in OF_A_DATASET.items():
+            text = text.replace(second, first)
+        return text
+
+    first, *others = (normalised(folder) for folder in DATASETS)
+    for other in others:
+        assert first == other
+
+
+def test_dependencies_point_one_way():
+    recipes = {path.stem for path in RECIPES}
+    for path in [*RECIPES, *(ROOT / "common").glob("*.py")]:
+        names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
+                 for alias in node.names}
+        names |= {f"{node.module}.{alias.name}" for node in ast.walk(ast.parse(path.read_text()))
+                  if isinstance(node, ast.ImportFrom) for alias in node.names}
+        parts = {part for name in names for part in name.split(".")}
+        assert not parts & recipes, f"{path} imports a recipe"
+        if path.parent.name == "common":
+            assert not parts & {"distributed", "horovod", "apex"}, f"{path} imports what only a recipe may"
+
+
+def test_no_file_shadows_a_package():
+    for path in RECIPES:
+        assert path.stem not in {"torch", "torchvision", "horovod", "apex", "tensorboard", "common"}
+
+
+def test_sizes():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 900
+
+
+def test_no_word_of_another_dataset():
+    """A recipe that was copied from another data set's and not finished."""
+    for recipe in RECIPES:
+        for other in DATASETS:
+            if other != recipe.parent:
+                assert not re.search(rf"\b{other.name}\b", recipe.read_text(), re.IGNORECASE), name_of(recipe)
