@@ -64,8 +64,9 @@ class Job:
         self.command, self.mark = command, uuid.uuid4().hex
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # one thread each: tests run side by side, and OpenMP's threads wait for a core that is taken by spinning
-        setting = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        # Tests run side by side, and OpenMP and MPI wait by spinning: one thread each, and MPI yields its core.
+        setting = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.process = subprocess.Popen(
             ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
             start_new_session=True, env={**os.environ, **setting, "PATH": path, MARK: self.mark, **environment})
