@@ -39,14 +39,17 @@ def load(path, args):
     Ends with status 2 and one line where it does not. `weights_only` refuses a pickle that would run code.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        saved = checkpoint["arguments"]
-        if checkpoint["format"] != FORMAT:
-            flags.fail(f"--resume {path}: format {checkpoint['format']}, and this version reads {FORMAT}")
+        file = open(path, "rb")  # noqa: SIM115 - what fails here is not the file's content
     except OSError as error:
         flags.fail(f"--resume {path}: {error.strerror}")
+    try:
+        with file:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        saved = checkpoint["arguments"]
     except Exception as error:  # torch.load raises anything on a file that it did not write
         flags.fail(f"--resume {path}: it is broken, or not a checkpoint of these recipes ({type(error).__name__})")
+    if checkpoint["format"] != FORMAT:
+        flags.fail(f"--resume {path}: it has format {checkpoint['format']}, and this version reads {FORMAT}")
     for name in ("dataset", "model"):
         if saved[name] != getattr(args, name):
             flags.fail(f"--resume {path}: it was saved by a run of {saved['dataset']} with --model {saved['model']}, "

@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -75,14 +76,15 @@ class Run:
         for path in (self.log_dir / "results.json", self.checkpoint_path):
             if path.exists() and not continues:
                 flags.fail(f"{path} is of another run: choose another folder, or --resume {self.checkpoint_path}")
-        try:
-            for folder in (self.log_dir, self.checkpoint_path.parent):
-                folder.mkdir(parents=True, exist_ok=True)
-                probe = folder / f".probe-{os.getpid()}"
-                probe.touch()
-                probe.unlink()
-        except OSError as error:
-            flags.fail(f"cannot write to {folder} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
+        folders = self.log_dir, self.checkpoint_path.parent
+        for folder in folders:
+            existing = next(path for path in (folder, *folder.parents) if path.exists())
+            try:
+                tempfile.TemporaryFile(dir=existing).close()
+            except OSError as error:
+                flags.fail(f"cannot write to {folder} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def metrics(self):
         """Empty sums for one pass over the data."""

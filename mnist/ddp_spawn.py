@@ -8,6 +8,7 @@ The last two make one run: start one on each of two machines, with the address o
 """
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ if __name__ == "__main__":
         flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(flags.free_port()))  # dist: on one machine any free port will do
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # dist: if one ends, all do; no line for each
     try:
         mp.spawn(main, args=(args,), nprocs=args.gpus)  # dist: calls main in so many new processes
     except mp.ProcessExitedException as error:
