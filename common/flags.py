@@ -151,6 +151,6 @@ def require_gpu(package):
 
 
 def end_on_ctrl_c():
-    """Let Ctrl-C end this process at once, instead of with a traceback from each rank; checkpoints are whole anyway."""
+    """Let Ctrl-C end this process with status 130 and without a traceback; last.pt holds the last whole epoch."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))

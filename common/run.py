@@ -37,9 +37,8 @@ class Run:
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
         self.epochs = []  # per-epoch figures, for results.json
         self.writer = None
-        flags.end_on_ctrl_c()
         if world_size > 1:
-            die_with_parent()
+            end_with_the_others()
 
     def start(self, state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
@@ -197,11 +196,14 @@ def installed(*packages):
     return found
 
 
-def die_with_parent():
-    """Let the kernel end this process when the launcher that started it is gone (Linux only).
+def end_with_the_others():
+    """End at once on Ctrl-C, and (on Linux) when the launcher that started this process is gone.
 
-    Without it the workers of a launcher that got SIGKILL wait in the next all-reduce for ever, on a busy GPU.
+    A handler in Python would wait for the all-reduce that this rank is in, and that all-reduce for a rank that is gone.
+    Likewise the workers of a launcher that got SIGKILL would wait for ever, on a busy GPU.
     """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
