@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tqdm import tqdm
 
 from common import checkpoint, flags
 from common.metrics import Metrics
+
+tqdm.set_lock(threading.RLock())  # its own one takes a semaphore, which a process that is ended leaves behind
 
 
 def not_distributed(tensor):

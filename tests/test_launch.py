@@ -129,3 +129,5 @@ def test_ctrl_c(launcher, tmp_path):
     assert job.finish(timeout=30) != 0
     recipe_traces = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
     assert not recipe_traces, job.output()
+    assert job.output().count("Traceback") <= (launcher in ("ddp_launch", "hvd_gloo")), "torchrun and horovodrun print one"
+    assert "leaked" not in job.output()
