@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -117,17 +118,30 @@ def test_horovod_timeline(tmp_path):
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
-@pytest.mark.parametrize("launcher", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
-def test_ctrl_c(launcher, tmp_path):
-    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
+def start_long_run(launcher, cwd):
+    """A run of many epochs that is in its second one."""
     if launcher.startswith("hvd"):
         need_horovod(launcher)
-    job = Job(f"{command} --synthetic --epochs 500 --log-dir log", cwd=tmp_path)
-    job.wait_for("epoch 2/")
+    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
+    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log", cwd=cwd)
+    job.wait_for("epoch 1/")
     time.sleep(0.2)
-    job.signal(2)  # what Ctrl-C sends, to the process group
+    return job
+
+
+@pytest.mark.parametrize("launcher", ["single", *strategies(2, "")])
+def test_ctrl_c(launcher, tmp_path):
+    job = start_long_run(launcher, tmp_path)
+    job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
     assert job.finish(timeout=30) != 0
-    recipe_traces = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
-    assert not recipe_traces, job.output()
-    assert job.output().count("Traceback") <= (launcher in ("ddp_launch", "hvd_gloo")), "torchrun and horovodrun print one"
+    assert not re.findall(r'File "[^"]*/(?:mnist|common)/', job.output()), "no rank prints a traceback"
+    tracebacks_of_its_own = {"ddp_launch": 1, "hvd_gloo": 1}  # torchrun and horovodrun end with one
+    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
     assert "leaked" not in job.output()
+
+
+@pytest.mark.parametrize("launcher", strategies(2, ""))
+def test_a_killed_launcher_leaves_no_process(launcher, tmp_path):
+    job = start_long_run(launcher, tmp_path)
+    job.process.kill()
+    assert job.finish(timeout=30) == -signal.SIGKILL
