@@ -52,15 +52,18 @@ class Run:
         self.state = state
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
         epoch = self._resume() if self.args.resume else 0
+        args, lr = self.args, state["scheduler"].base_lrs[0]
+        if args.dry_run:
+            args.epochs = epoch + 1
         if self.rank == 0:
-            args, lr = self.args, state["scheduler"].base_lrs[0]
             if not args.dry_run:
                 self._open_folders()
             print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size} | "
                   f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process, "
                   f"{args.batch_size * self.world_size} global | learning rate {lr:g}")
             if epoch:
-                print(f"resumed from {args.resume} after epoch {epoch}")
+                print(f"resumed from {args.resume} after epoch {epoch}"
+                      f"{': --epochs asks for no more' if epoch >= args.epochs else ''}")
             if not args.dry_run:
                 print(f"TensorBoard events and results.json in {self.log_dir}, checkpoint {self.checkpoint_path}")
             sys.stdout.flush()

@@ -28,4 +28,4 @@ def test_copy_out(recipe, tmp_path):
     if recipe.name == "apex_amp.py":  # what it says where there is no Apex is all that can be seen of it without a GPU
         assert f"{copy.name}: apex.amp cannot be imported" in run(command, cwd=elsewhere, status=2)
     else:
-        assert "epoch 1/" in run(f"{command} --model lenet", cwd=elsewhere)
+        assert run(f"{command} --model lenet", cwd=elsewhere).count("epoch ") == 1

@@ -31,6 +31,7 @@ def test_killed_in_the_third_epoch(which, tmp_path):
     output = run(f"{command} --log-dir part --resume part/last.pt", cwd=tmp_path)
     assert "resumed from part/last.pt after epoch 2" in output
     assert "epoch 3/4" in output
+    assert "--epochs asks for no more" in run(f"{command} --log-dir part --resume part/last.pt", cwd=tmp_path)
     whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
     assert whole["epoch"] == resumed["epoch"] == 4
     assert [epoch["val"]["loss"] for epoch in whole["epochs"]] == [epoch["val"]["loss"] for epoch in resumed["epochs"]]
