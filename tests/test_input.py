@@ -6,7 +6,7 @@ import shutil
 import threading
 
 import pytest
-from launch import ROOT, Job, commands, run
+from launch import ROOT, Job, commands, need_horovod, run
 
 from common import data, flags
 
@@ -29,31 +29,25 @@ def test_no_data_and_no_network(tmp_path):
         assert part in line
 
 
-@pytest.mark.parametrize(("flag", "says"), [
-    ("--batch-size 0", "-b/--batch-size: 0 is not at least 1"),
-    ("--epochs -1", "--epochs: -1 is not at least 1"),
-    ("--lr nan", "--lr: nan is not above 0"),
-    ("--lr 0", "--lr: 0 is not above 0"),
-    ("--epoch 3", "unrecognized arguments: --epoch 3"),
-    ("--workers two", "invalid whole number value: 'two'"),
-    ("--model resnet5", "choose from"),
-    ("--batch-size 10000", "do not fill one batch of 10000"),
-    ("--resume nowhere.pt", "--resume nowhere.pt: No such file"),
-    ("--log-dir /dev/null/log", "cannot write to /dev/null/log"),
-    ("--checkpoint-dir /proc/here", "cannot write to /proc/here"),
-])
-def test_wrong_flag(flag, says, tmp_path):
-    assert says in refused(f"{SINGLE} --synthetic 320 {flag}", tmp_path)
-
-
-@pytest.mark.parametrize(("flag", "says"), [
-    ("-g 99", "99 processes"),
-    ("-n 2 -nr 2", "numbered from 0 to 1"),
-    ("-n 2 -nr 1", "MASTER_ADDR"),
-    ("-g 2 --resume nowhere.pt", "No such file"),
-])
-def test_wrong_number_of_processes(flag, says, tmp_path):
-    assert says in refused(f"{SPAWN} --synthetic 320 {flag}", tmp_path)
+@pytest.mark.parametrize(("command", "says"), [
+    (f"{SINGLE} --batch-size 0", "-b/--batch-size: 0 is not at least 1"),
+    (f"{SINGLE} --epochs -1", "--epochs: -1 is not at least 1"),
+    (f"{SINGLE} --lr nan", "--lr: nan is not above 0"),
+    (f"{SINGLE} --lr 0", "--lr: 0 is not above 0"),
+    (f"{SINGLE} --epoch 3", "unrecognized arguments: --epoch 3"),
+    (f"{SINGLE} --workers two", "invalid whole number value: 'two'"),
+    (f"{SINGLE} --model resnet5", "choose from"),
+    (f"{SINGLE} --batch-size 10000", "do not fill one batch of 10000"),
+    (f"{SINGLE} --resume nowhere.pt", "--resume nowhere.pt: No such file"),
+    (f"{SINGLE} --log-dir /dev/null/log", "cannot write to /dev/null/log"),
+    (f"{SINGLE} --checkpoint-dir /proc/here", "cannot write to /proc/here"),
+    (f"{SPAWN} -g 99", "99 processes"),
+    (f"{SPAWN} -n 2 -nr 2", "numbered from 0 to 1"),
+    (f"{SPAWN} -n 2 -nr 1", "MASTER_ADDR"),
+    (f"{SPAWN} -g 2 --resume nowhere.pt", "No such file"),
+], ids=lambda value: value.partition(".py ")[2] or None)
+def test_wrong_flag(command, says, tmp_path):
+    assert says in refused(f"{command} --synthetic 320", tmp_path)
 
 
 def test_no_gpu(tmp_path):
@@ -93,6 +87,13 @@ def test_wrong_checkpoint(tmp_path):
     (tmp_path / "torn.pt").write_bytes((tmp_path / "log" / "last.pt").read_bytes()[:10_000])
     assert "broken" in refused(f"{SINGLE} --synthetic 320 --resume torn.pt", tmp_path)
     assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir log", tmp_path)
+
+
+def test_adasum_on_gloo(tmp_path):
+    need_horovod("gloo")
+    job = Job(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 320 --use-adasum", cwd=tmp_path)
+    assert job.finish() != 0
+    assert job.output().count("--use-adasum needs MPI or NCCL") == 1
 
 
 def test_one_line_from_several_processes(tmp_path):
