@@ -86,7 +86,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
         train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP wants as many batches on each
+        run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
     del model  # dist: the DDP wrapper goes before the group, or gloo can abort the process ...
     gc.collect()  # dist: ... and it sits in reference cycles
     dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it

@@ -177,8 +177,8 @@ def _read(args, channels, size):
     return splits
 
 
-MNIST_FILES = [f"MNIST/raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3",
-                                                      "t10k-labels-idx1")]
+MNIST_FILES = [f"MNIST/raw/{name}-ubyte" for name in
+               ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
 CIFAR10_FILES = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")]
 
 

@@ -63,13 +63,15 @@ class Job:
     def __init__(self, command, cwd, **environment):
         self.command, self.mark = command, uuid.uuid4().hex
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         # Tests run side by side, and OpenMP and MPI wait by spinning: one thread each, and MPI yields its core.
-        setting = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
-                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        setting = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", MARK: self.mark,
+                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                   "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        if torch.cuda.device_count() < 2:  # most tests start two processes, and each would want a GPU
+            setting["CUDA_VISIBLE_DEVICES"] = ""
         self.process = subprocess.Popen(
             ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **setting, "PATH": path, MARK: self.mark, **environment})
+            start_new_session=True, env={**os.environ, **setting, **environment})
 
     def output(self):
         """All that it printed, without the rank that horovodrun puts before each line."""

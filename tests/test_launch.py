@@ -28,7 +28,7 @@ def small_model(recipe):
 
 
 def apex_there():
-    return torch.cuda.is_available() and importlib.util.find_spec("apex") is not None
+    return torch.cuda.device_count() >= 2 and importlib.util.find_spec("apex") is not None
 
 
 def test_every_recipe_names_a_command():
@@ -52,7 +52,8 @@ def test_docstring_command(recipe, group, tmp_path, free_port):
     output = "".join(job.output() for job in started)
     if recipe.name == "apex_amp.py" and not apex_there():
         assert status == [1], output  # torchrun's own status for a worker that failed
-        assert len(re.findall(r"^apex_amp.py: .*25\.05.*pip install.*ddp_amp\.py", output, re.MULTILINE)) == 1, output
+        complaint = r"^apex_amp.py: .*(25\.05.*pip install|needs a GPU).*ddp_amp\.py"
+        assert len(re.findall(complaint, output, re.MULTILINE)) == 1, output
         return
     assert status == [0] * len(group), output
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
