@@ -1,7 +1,7 @@
 """Train on CIFAR-10 with Horovod, one process per device, started by horovodrun or mpirun.
 
     horovodrun -np 2 python cifar10/hvd.py
-    horovodrun --mpi -np 2 python cifar10/hvd.py
+    horovodrun --gloo -np 2 python cifar10/hvd.py
     mpirun -np 2 --bind-to none python cifar10/hvd.py --fp16-allreduce
     mpirun -np 2 --bind-to none python cifar10/hvd.py --use-adasum
 

@@ -1,7 +1,7 @@
 """Train on MNIST with Horovod, one process per device, started by horovodrun or mpirun.
 
     horovodrun -np 2 python mnist/hvd.py
-    horovodrun --mpi -np 2 python mnist/hvd.py
+    horovodrun --gloo -np 2 python mnist/hvd.py
     mpirun -np 2 --bind-to none python mnist/hvd.py --fp16-allreduce
     mpirun -np 2 --bind-to none python mnist/hvd.py --use-adasum
 

@@ -1,4 +1,3 @@
-import socket
 import subprocess
 import sys
 
@@ -21,10 +20,3 @@ def real_data(tmp_path_factory):
         return folder
 
     return unpack
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])

@@ -11,6 +11,8 @@ import pytest
 import torch
 from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, strategies
 
+from common import flags
+
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
 
@@ -39,13 +41,13 @@ def test_every_recipe_names_a_command():
 
 
 @pytest.mark.parametrize(("recipe", "group"), list(jobs()))
-def test_docstring_command(recipe, group, tmp_path, free_port):
+def test_docstring_command(recipe, group, tmp_path):
     if "hvd.py" in recipe.name:
         need_horovod(*group)
-    started = []
+    started, port = [], str(flags.free_port())
     for line in group:
-        line = line.replace("29500", free_port)  # several tests at a time
-        line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={free_port} ", line)
+        line = line.replace("29500", port)  # several tests at a time
+        line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
         command = f"{line} {SMALL} {small_model(recipe)} --log-dir {tmp_path}/log"
         started.append(Job(command, cwd=ROOT))
     status = [job.finish() for job in started]
