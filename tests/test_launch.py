@@ -59,8 +59,9 @@ def test_docstring_command(recipe, group, tmp_path):
         return
     assert status == [0] * len(group), output
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
-    launcher = {"ddp_spawn.py": "mp.spawn", "hvd.py": "mpirun (MPI)"}.get(
-        recipe.name, next(name for name in ("torchrun", "torch.distributed.launch", "python") if name in group[0]))
+    names = {"--gloo": "horovodrun (Gloo)", "horovodrun": "", "mpirun": "mpirun (MPI)", "spawn.py": "mp.spawn",
+             "torchrun": "torchrun", "torch.distributed.launch": "torch.distributed.launch", "python": "python"}
+    launcher = next(names[part] for part in names if part in group[0])  # plain horovodrun takes MPI if there is one
     processes = 1 if recipe.name in ("single.py", "dp.py") else 2
     for part in (f"launcher {launcher}", f"world size {processes}", "device ", "batch 32 per process",
                  f"{32 * processes} global", "learning rate 0.0"):
