@@ -2,7 +2,8 @@
 # Build Horovod into the Python environment that is active: scripts/install_horovod.sh
 #
 # PYTHON=... picks another interpreter. Needs a C++ compiler; MPI is built in where mpicxx is found
-# (Debian: openmpi-bin libopenmpi-dev) and NCCL where torch sees a GPU. Takes two minutes on two cores.
+# (Debian: openmpi-bin libopenmpi-dev) and NCCL where torch sees a GPU, which needs the CUDA toolkit as well
+# (CUDA_HOME=..., by default /usr/local/cuda). Takes two minutes on two cores.
 #
 # 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build as it comes:
 #   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;
@@ -54,6 +55,9 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
         export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$work/nccl
     fi
     export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
+    # torch, CMake and Horovod each look for the toolkit in a place of their own, and an nvcc on the PATH can mislead them
+    CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+    export CUDA_HOME CUDAToolkit_ROOT=$CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME
 else
     patch_line cmake/Modules/FindPytorch.cmake 'print(True if ((torch.version.cuda .*)' 'print(False)'
 fi
