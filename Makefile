@@ -26,7 +26,6 @@ $(VENV)/.recipes: requirements.txt
 
 $(VENV)/.tests: $(VENV)/.recipes tests/requirements.txt scripts/install_horovod.sh
 	$(VENV)/bin/pip install --quiet -r tests/requirements.txt
-	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh || test -z "$(REQUIRE_ALL)"
-	touch $@
+	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
 
 .PHONY: demo test lint

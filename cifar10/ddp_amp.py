@@ -32,7 +32,7 @@ def parse_args():
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp
+def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp: the scaler is for fp16
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
     metrics = run.metrics()
@@ -65,7 +65,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():  # dist: by which a launcher says who this is
         flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
     local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
     device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
@@ -76,8 +76,7 @@ def main():
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel + amp", launcher, device, rank, world_size, dist.all_reduce)  # amp
+    run = Run(args, "DDP + torch.amp", launcher, device, rank, world_size, dist.all_reduce)  # amp: for the first line
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -87,15 +86,16 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "fp16")  # amp: bf16 takes no scaling
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler})  # amp
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}  # amp: its scale too
+    start_epoch = run.start(state)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)  # amp
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)  # amp: here it comes
         run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
 
 
 if __name__ == "__main__":
     main()
     gc.collect()  # dist: the DDP wrapper, in its cycles, goes before the group, or gloo can abort the process
-    dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without

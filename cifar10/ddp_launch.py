@@ -57,7 +57,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():  # dist: by which a launcher says who this is
         flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
     local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
     device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
@@ -68,8 +68,7 @@ def main():
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel", launcher, device, rank, world_size, dist.all_reduce)
+    run = Run(args, "DDP", launcher, device, rank, world_size, dist.all_reduce)  # dist: all that `common` asks others
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -78,7 +77,8 @@ def main():
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
@@ -89,4 +89,4 @@ def main():
 if __name__ == "__main__":
     main()
     gc.collect()  # dist: the DDP wrapper, in its cycles, goes before the group, or gloo can abort the process
-    dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without

@@ -8,7 +8,6 @@ The last two make one run: start one on each of two machines, with the address o
 """
 
 import gc
-import logging
 import os
 import sys
 from pathlib import Path
@@ -65,14 +64,14 @@ def evaluate(model, val, run):
 def main(local_rank, args):  # dist: what each process that mp.spawn starts calls, with its number
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
+    flags.end_with_parent()  # dist: or a rank waits for ever for others that are gone
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
         dist.init_process_group("nccl", device_id=device)  # dist: bound to that GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
-    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "DistributedDataParallel", "mp.spawn", device, rank, world_size, dist.all_reduce)
+    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: all that `common` asks others
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -81,7 +80,8 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
@@ -89,7 +89,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
         run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
     del model  # dist: the DDP wrapper goes before the group, or gloo can abort the process ...
     gc.collect()  # dist: ... and it sits in reference cycles
-    dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without
 
 
 if __name__ == "__main__":
@@ -101,8 +101,6 @@ if __name__ == "__main__":
         flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(flags.free_port()))  # dist: on one machine any free port will do
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # dist: if one ends, all do; no line for each
-    try:
-        mp.spawn(main, args=(args,), nprocs=args.gpus)  # dist: calls main in so many new processes
-    except mp.ProcessExitedException as error:
-        sys.exit(error.exit_code)  # dist: that process has said why
+    with flags.ctrl_c_ignored():  # dist: by the new processes, which this one then ends
+        context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
+    flags.join(context)  # dist: until all of them have ended, or one has failed

@@ -18,7 +18,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands b
 from common import data, flags, models, schedule
 from common.run import Run
 
-hvd = flags.require("horovod.torch", flags.HOROVOD)  # dist: an import that says in one line what is missing
+hvd = flags.require("horovod.torch", "init", flags.HOROVOD)  # dist: an import that says in one line what is missing
 
 
 def parse_args():
@@ -61,26 +61,26 @@ def main():
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
-    if args.use_adasum and not (hvd.mpi_enabled() or (device.type == "cuda" and hvd.nccl_built())):  # dist: not in Gloo
-        flags.fail("--use-adasum needs MPI or NCCL, and this run is on Gloo: start it with mpirun or horovodrun --mpi")
-    launcher = "mpirun (MPI)" if hvd.mpi_enabled() else "horovodrun (Gloo)"  # dist: for the first line
-    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, "Horovod", launcher, device, hvd.rank(), hvd.size(), lambda sums: hvd.allreduce_(sums, op=hvd.Sum))
+    local_mean = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: a mean by NCCL
+    if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
+        flags.fail("--use-adasum needs MPI (mpirun, or horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
+    run = Run(args, "Horovod", "mpirun" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
+              lambda sums: hvd.allreduce_(sums, op=hvd.Sum))  # dist: all that `common` asks others
     if hvd.local_rank() == 0:
         data.download(args)  # dist: one process per machine downloads ...
     hvd.barrier()  # dist: ... while the others wait
     train, val = data.cifar10(args, device, hvd.rank(), hvd.size())  # dist: each rank reads a share of its own
     model = models.build(args, channels=3, size=32).to(device)
-    adasum_lr = hvd.local_size() if device.type == "cuda" else 1  # dist: it adapts; NCCL averages in the machine first
-    lr = args.lr * schedule.lr_factor(args, adasum_lr if args.use_adasum else hvd.size())  # dist: a larger batch
+    lr = args.lr * schedule.lr_factor(args, local_mean if args.use_adasum else hvd.size())  # dist: for a larger mean
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     how = {"compression": hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
            "op": hvd.Adasum if args.use_adasum else hvd.Average}  # dist: how the gradients travel and combine
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)  # dist: step() waits for all ranks
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: all start from rank 0's weights ...
-    if start_epoch > 0:  # dist: ... and momentum; for a new SGD, Horovod would make it by a step of weight decay
+    if optimizer.state:  # dist: ... and momentum; where there is none, Horovod would take a step, with weight decay
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

@@ -1,7 +1,6 @@
 """Checkpoints that are whole or not there, and that hold plain values and tensors only."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -9,6 +8,8 @@ import torch
 from common import flags
 
 FORMAT = 1
+# What decides the weights, the number of steps in an epoch, the learning rate at a step and the order of the data.
+SAME = ("dataset", "model", "synthetic", "batch_size", "lr", "scale_lr", "warmup_epochs", "seed")
 
 
 def save(path, checkpoint):
@@ -17,15 +18,16 @@ def save(path, checkpoint):
     The bytes go to a temporary file in the same folder and reach the disk before the file takes the name.
     """
     path = Path(path)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
             torch.save({"format": FORMAT, **checkpoint}, file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name, too, survives a power cut
@@ -33,10 +35,10 @@ def save(path, checkpoint):
         os.close(folder)
 
 
-def load(path, args):
-    """Read a checkpoint to the CPU and check that it belongs to the data set and the model of `args`.
+def load(path, args, world_size):
+    """Read a checkpoint to the CPU and check that it was saved by a run like that of `args` and `world_size`.
 
-    Ends with status 2 and one line where it does not. `weights_only` refuses a pickle that would run code.
+    Ends with status 2 and one line where it was not. `weights_only` refuses a pickle that would run code.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 - what fails here is not the file's content
@@ -45,13 +47,13 @@ def load(path, args):
     try:
         with file:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-        saved = checkpoint["arguments"]
+        saved = {"format": checkpoint["format"], "world_size": checkpoint["world_size"],
+                 **{name: checkpoint["arguments"][name] for name in SAME}}
     except Exception as error:  # torch.load raises anything on a file that it did not write
         flags.fail(f"--resume {path}: it is broken, or not a checkpoint of these recipes ({type(error).__name__})")
-    if checkpoint["format"] != FORMAT:
-        flags.fail(f"--resume {path}: it has format {checkpoint['format']}, and this version reads {FORMAT}")
-    for name in ("dataset", "model"):
-        if saved[name] != getattr(args, name):
-            flags.fail(f"--resume {path}: it was saved by a run of {saved['dataset']} with --model {saved['model']}, "
-                       f"and this is {args.dataset} with --model {args.model}")
+    here = {"format": FORMAT, "world_size": world_size, **{name: getattr(args, name) for name in SAME}}
+    for name, value in here.items():
+        if saved[name] != value:
+            flags.fail(f"--resume {path}: it was saved with {name.replace('_', ' ')} {saved[name]}, and this run has "
+                       f"{value}: a run goes on as it began")
     return checkpoint

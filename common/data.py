@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import pickle
+import signal
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ def _objects(train, val, mean_std, args, device, rank, world_size):
     def data_object(dataset, sampler, batch_size, drop_last):
         # Its own generator: else each epoch draws a number from the global one, and a resumed run differs.
         loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, num_workers=args.workers,
-                            collate_fn=_as_it_is, generator=torch.Generator(),
+                            collate_fn=_as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
                             pin_memory=device.type == "cuda" and dataset.labels.device.type == "cpu")
         return DataObject(dataset, sampler, loader, device, mean_std)
 
@@ -140,6 +141,11 @@ def _objects(train, val, mean_std, args, device, rank, world_size):
 
 def _as_it_is(batch):
     return batch
+
+
+def _in_worker(_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training process, and that one ends its workers
+    flags.end_with_parent()
 
 
 def _place(tensors, args, device):
@@ -227,10 +233,14 @@ def _read_mnist(folder, train):
 
 def _read_cifar10(folder, train):
     paths = [folder / name for name in (CIFAR10_FILES[:5] if train else CIFAR10_FILES[5:])]
-    batches = [_parse(path, _unpickle) for path in paths]
-    images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches]).view(-1, 3, 32, 32)
-    labels = torch.tensor([label for batch in batches for label in batch["labels"]])
-    return _checked(images, labels, (3, 32, 32), paths[0].parent)
+    images, labels = zip(*(_parse(path, _read_batch) for path in paths), strict=True)
+    return _checked(torch.cat(images), torch.cat(labels), (3, 32, 32), paths[0].parent)
+
+
+def _read_batch(path):
+    with open(path, "rb") as file:
+        batch = _ArraysOnly(file, encoding="latin1").load()
+    return torch.from_numpy(batch["data"]).view(-1, 3, 32, 32), torch.tensor(batch["labels"])
 
 
 def _parse(path, parse):
@@ -258,8 +268,3 @@ class _ArraysOnly(pickle.Unpickler):
         }:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it wants {module}.{name}, which no CIFAR-10 batch needs")
-
-
-def _unpickle(path):
-    with open(path, "rb") as file:
-        return _ArraysOnly(file, encoding="latin1").load()

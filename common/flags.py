@@ -1,7 +1,11 @@
 """The command line that all recipes share, and the one way to refuse a wrong input: one line and exit status 2."""
 
 import argparse
+import contextlib
+import ctypes
 import importlib
+import io
+import logging
 import math
 import os
 import re
@@ -11,11 +15,12 @@ import sys
 import time
 
 import torch
+import torch.multiprocessing as mp
 
 APEX = ("this recipe needs NVIDIA Apex at tag 25.05, the last with amp and parallel (PyPI's apex is another package): "
         "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05; "
         "or take ddp_amp.py, which needs torch alone")
-HOROVOD = "scripts/install_horovod.sh builds it into this environment"
+HOROVOD = f"PYTHON={sys.executable} scripts/install_horovod.sh builds it into this environment"
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
 
 
@@ -33,12 +38,15 @@ def fail(message):
     sys.exit(2)
 
 
-def require(module, hint):
-    """Import `module` by its dotted name, or end with status 2 and the `hint` that says how to install it."""
+def require(module, name, hint):
+    """Import `module`, which has to have `name`, or end with status 2 and the `hint` that says how to install it."""
     try:
-        return importlib.import_module(module)
+        with contextlib.redirect_stdout(io.StringIO()):  # Horovod prints what it lacks, and can be imported without it
+            found = importlib.import_module(module)
+            getattr(found, name)
+        return found
     except Exception as error:  # a broken or an unrelated package of that name can raise anything
-        fail(f"{module} cannot be imported ({type(error).__name__}: {error}): {hint}")
+        fail(f"{module} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())}): {hint}")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -60,13 +68,15 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
 
-def number(kind, low, strictly=False):
-    """An argparse type: a finite `kind` (int or float) of at least `low`, or above it if `strictly`."""
+def number(kind, low, strictly=False, high=math.inf):
+    """An argparse type: a finite `kind` (int or float) of at least `low`, or above it if `strictly`, up to `high`."""
 
     def convert(text):
         value = kind(text)
         if not math.isfinite(value) or value < low or (strictly and value == low):
             raise argparse.ArgumentTypeError(f"{text} is not {'above' if strictly else 'at least'} {low}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"{text} is more than {high}")
         return value
 
     convert.__name__ = "whole number" if kind is int else "number"
@@ -75,7 +85,10 @@ def number(kind, low, strictly=False):
 
 def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     """The parser of a recipe: `doc` is its docstring, `models` the names --model takes, the rest are defaults."""
-    end_on_ctrl_c()
+    if any(name in os.environ for name in RANK_VARIABLES):
+        end_with_parent()
+    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
+        signal.signal(signal.SIGINT, exit_on_ctrl_c)
     p = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
     p.set_defaults(dataset=dataset)
     data = p.add_argument_group("data")
@@ -100,7 +113,8 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     train.add_argument("--momentum", type=number(float, 0), default=0.9, help="momentum of SGD")
     train.add_argument("--weight-decay", "--wd", type=number(float, 0), default=weight_decay, metavar="WD",
                        help="weight decay of SGD")
-    train.add_argument("--seed", type=number(int, 0), default=0, help="seed of weights, data order and augmentation")
+    train.add_argument("--seed", type=number(int, 0, high=2**32 - 1), default=0,
+                       help="seed of weights, data order and augmentation")
     machine = p.add_argument_group("device")
     machine.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if it has one")
     machine.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", default=argparse.SUPPRESS,
@@ -150,7 +164,45 @@ def require_gpu(package):
         fail(f"{package} is here, but it needs a GPU and torch sees none: take ddp_amp.py, on any device")
 
 
-def end_on_ctrl_c():
-    """Let Ctrl-C end this process with status 130 and without a traceback; last.pt holds the last whole epoch."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+def exit_on_ctrl_c(*_):
+    """A handler that ends the process with status 130, without a traceback; last.pt holds the last whole epoch."""
+    sys.exit(130)
+
+
+def end_with_parent():
+    """Let this process, one of several ranks, end at once on Ctrl-C and (on Linux) when what started it is gone.
+
+    A handler in Python waits until the all-reduce returns that this rank is in, and that waits for a rank that is gone.
+    So do the workers of a launcher that got SIGKILL, on a busy GPU.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def ctrl_c_ignored():
+    """Ignore Ctrl-C in the `with` block, and for good in the processes that are started in it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def join(context):
+    """Wait for the processes of `mp.spawn(..., join=False)`; end them all when one fails, or on Ctrl-C.
+
+    Ends with the status of a process that ended with one, as it has said why; an exception in one is raised here.
+    """
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # no line for each that is ended
+    try:
+        while not context.join():
+            pass
+    except mp.ProcessExitedException as error:
+        sys.exit(error.exit_code)
+    finally:
+        for process in context.processes:
+            process.kill()

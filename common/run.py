@@ -1,18 +1,17 @@
 """A run as its user sees it: what it prints, TensorBoard, results.json, checkpoints, and what Ctrl-C does."""
 
 import contextlib
-import ctypes
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -39,9 +38,8 @@ class Run:
         self.args, self.strategy, self.launcher, self.device = args, strategy, launcher, device
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
         self.epochs = []  # per-epoch figures, for results.json
+        self.id = uuid.uuid4().hex  # in results.json and in checkpoints: which belong together
         self.writer = None
-        if world_size > 1:
-            end_with_the_others()
 
     def start(self, state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
@@ -77,9 +75,13 @@ class Run:
         default = f"runs/{self.args.dataset}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.log_dir = Path(self.args.log_dir or default)
         self.checkpoint_path = Path(self.args.checkpoint_dir or self.log_dir) / "last.pt"
-        continues = self.args.resume and os.path.realpath(self.args.resume) == os.path.realpath(self.checkpoint_path)
-        for path in (self.log_dir / "results.json", self.checkpoint_path):
-            if path.exists() and not continues:
+        results = self.log_dir / "results.json"
+        of_this_run = {
+            results: results.exists() and json.loads(results.read_text())["run"] == self.id,
+            self.checkpoint_path: os.path.realpath(self.args.resume or "") == os.path.realpath(self.checkpoint_path),
+        }
+        for path, ours in of_this_run.items():
+            if path.exists() and not ours:
                 flags.fail(f"{path} is of another run: choose another folder, or --resume {self.checkpoint_path}")
         folders = self.log_dir, self.checkpoint_path.parent
         for folder in folders:
@@ -134,7 +136,7 @@ class Run:
             checkpoint.save(self.checkpoint_path, {
                 **{name: part.state_dict() for name, part in self.state.items()}, "epoch": epoch + 1,
                 "epochs": self.epochs, "random_states": random_states, "world_size": self.world_size,
-                "arguments": vars(self.args),
+                "arguments": vars(self.args), "run": self.id,
             })
 
     def _log_scalars(self, step, scalars):
@@ -149,7 +151,7 @@ class Run:
     def _write_results(self):
         """results.json: what runs, on what, and how each epoch so far went."""
         results = {
-            "strategy": self.strategy, "launcher": self.launcher, "world_size": self.world_size,
+            "run": self.id, "strategy": self.strategy, "launcher": self.launcher, "world_size": self.world_size,
             "arguments": vars(self.args), "command": sys.argv, "epochs": self.epochs,
             "versions": {"python": platform.python_version(), **installed("torch", "torchvision", "horovod", "apex")},
             "hardware": {"host": socket.gethostname(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
@@ -160,17 +162,17 @@ class Run:
         partial.replace(self.log_dir / "results.json")
 
     def _resume(self):
-        saved = checkpoint.load(self.args.resume, self.args)
+        saved = checkpoint.load(self.args.resume, self.args, self.world_size)
         try:
             for name, part in self.state.items():
                 part.load_state_dict(saved[name])
-        except (KeyError, RuntimeError, ValueError) as error:
+            name = "random state"
+            self._set_random_state(saved["random_states"][self.rank])
+            self.id, self.epochs = saved["run"], saved["epochs"]
+            return saved["epoch"]
+        except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
             flags.fail(f"--resume {self.args.resume}: its {name} does not fit this run "
                        f"({' '.join(str(error).split())[:160]})")
-        if self.rank < len(saved["random_states"]):
-            self._set_random_state(saved["random_states"][self.rank])
-        self.epochs = saved["epochs"]
-        return saved["epoch"]
 
     def _random_state(self):
         """This rank's random state as one uint8 tensor: the CPU's, then the GPU's where it trains on one."""
@@ -200,16 +202,3 @@ def installed(*packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
-
-
-def end_with_the_others():
-    """End at once on Ctrl-C, and (on Linux) when the launcher that started this process is gone.
-
-    A handler in Python would wait for the all-reduce that this rank is in, and that all-reduce for a rank that is gone.
-    Likewise the workers of a launcher that got SIGKILL would wait for ever, on a busy GPU.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

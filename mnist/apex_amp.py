@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 mnist/apex_amp.py --opt-level O2
 
 Read it against ddp_launch.py. Tag 25.05 of Apex is the last that has amp and parallel; ddp_amp.py does the same with
-torch alone.
+torch alone. With O2 and O3 a resumed run goes on from weights that were rounded to fp16.
 """
 
 import argparse
@@ -21,8 +21,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands b
 from common import data, flags, models, schedule
 from common.run import Run
 
-amp = flags.require("apex.amp", flags.APEX)  # amp: an import that says in one line what is missing
-DistributedDataParallel = flags.require("apex.parallel", flags.APEX).DistributedDataParallel  # amp: Apex's own
+amp = flags.require("apex.amp", "initialize", flags.APEX)  # amp: an import that says in one line what is missing
+parallel = flags.require("apex.parallel", "DistributedDataParallel", flags.APEX)  # amp: Apex's own wrapper
 flags.require_gpu("Apex")  # amp: it refuses tensors on the CPU
 
 
@@ -66,7 +66,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    if "LOCAL_RANK" not in os.environ:  # dist: the launchers say in the environment who this process is
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():  # dist: by which a launcher says who this is
         flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
     local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
     device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
@@ -77,8 +77,7 @@ def main():
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    # dist: whatever `common` wants to know of the other ranks, it asks through this one function
-    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp
+    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: named
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -86,10 +85,11 @@ def main():
     model = models.build(args, channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)  # amp: before the DDP wrapper
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp})  # amp
-    model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}  # amp: its scale
+    start_epoch = run.start(state)
+    model = parallel.DistributedDataParallel(model)  # amp: the same, by Apex, for its fp16 gradients
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
         train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
@@ -99,4 +99,4 @@ def main():
 if __name__ == "__main__":
     main()
     gc.collect()  # dist: the DDP wrapper, in its cycles, goes before the group, or gloo can abort the process
-    dist.destroy_process_group()  # dist: no rank leaves while another one still talks to it
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without

@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0,1 python mnist/dp.py
 
 --batch-size is that of the process: each GPU gets its part of it. DataParallel copies the model to every GPU in every
-step, and one Python process drives them all: ddp_spawn.py is faster on two GPUs already.
+step, and one Python process drives them all; PyTorch's documentation advises DistributedDataParallel: ddp_spawn.py.
 """
 
 import sys
@@ -62,7 +62,8 @@ def main():
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     if gpus:
         model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
     for epoch in range(start_epoch, args.epochs):

@@ -4,8 +4,6 @@ import sys
 import pytest
 from launch import ROOT, need
 
-sys.path.insert(0, str(ROOT))
-
 SHARED = ROOT.parent / "shared" / "data"
 
 

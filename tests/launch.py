@@ -16,6 +16,8 @@ import psutil
 import pytest
 import torch
 
+from common import flags
+
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
 RECIPES = sorted(path for folder in DATASETS for path in folder.glob("*.py"))
@@ -31,10 +33,10 @@ def need(there, what):
 def need_horovod(*launchers):
     check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
     shown = subprocess.run(check, capture_output=True, text=True)
-    need("[X] PyTorch" in shown.stdout, "Horovod: scripts/install_horovod.sh builds it")
+    need("[X] PyTorch" in shown.stdout, flags.HOROVOD)
     if any("mpi" in launcher for launcher in launchers):
         need(shutil.which("mpirun") and "[X] MPI" in shown.stdout,
-             "Open MPI: apt-get install openmpi-bin libopenmpi-dev, then scripts/install_horovod.sh again")
+             f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {flags.HOROVOD}")
 
 
 def name_of(path):
@@ -136,4 +138,5 @@ def checkpoint(folder):
 def largest_difference(a, b):
     """The largest difference between two dicts of tensors, relative to the largest value of each tensor."""
     assert a.keys() == b.keys()
+    assert all(torch.isfinite(tensor).all() for tensor in (*a.values(), *b.values()))
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)

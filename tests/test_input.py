@@ -2,11 +2,14 @@
 
 import gzip
 import http.server
+import os
+import pickle
 import shutil
 import threading
 
 import pytest
-from launch import ROOT, Job, commands, need_horovod, run
+import torch
+from launch import ROOT, Job, checkpoint, commands, need_horovod, run
 
 from common import data, flags
 
@@ -41,7 +44,8 @@ def test_no_data_and_no_network(tmp_path):
     (f"{SINGLE} --resume nowhere.pt", "--resume nowhere.pt: No such file"),
     (f"{SINGLE} --log-dir /dev/null/log", "cannot write to /dev/null/log"),
     (f"{SINGLE} --checkpoint-dir /proc/here", "cannot write to /proc/here"),
-    (f"{SPAWN} -g 99", "99 processes"),
+    (f"{SPAWN} -g {4 * os.cpu_count() + 1}", "processes"),
+    (f"{SINGLE} --seed 20000000000000", "is more than 4294967295"),
     (f"{SPAWN} -n 2 -nr 2", "numbered from 0 to 1"),
     (f"{SPAWN} -n 2 -nr 1", "MASTER_ADDR"),
     (f"{SPAWN} -g 2 --resume nowhere.pt", "No such file"),
@@ -77,23 +81,43 @@ def test_without_horovod(tmp_path):
     assert "scripts/install_horovod.sh" in line
 
 
+def test_horovod_without_its_torch_extension(tmp_path):
+    """Such a Horovod can be imported all the same."""
+    (tmp_path / "site" / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "horovod" / "__init__.py").touch()
+    (tmp_path / "site" / "horovod" / "torch" / "__init__.py").write_text("print('Extension has not been built')")
+    line = refused(f"python {ROOT}/mnist/hvd.py", tmp_path, PYTHONPATH=str(tmp_path / "site"),
+                   PYTHONDONTWRITEBYTECODE="1")
+    assert "scripts/install_horovod.sh" in line
+
+
 def test_wrong_checkpoint(tmp_path):
     run(f"{SINGLE} --synthetic 320 --epochs 1 --log-dir log", cwd=tmp_path)
     other = refused(f"python {ROOT}/cifar10/single.py --synthetic 320 --model convnet --resume log/last.pt", tmp_path)
-    assert "saved by a run of mnist" in other
-    assert "--model convnet" in refused(f"{SINGLE} --synthetic 320 --model lenet --resume log/last.pt", tmp_path)
+    assert "dataset mnist" in other
+    assert "world size 1" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
+    assert "batch size 64" in refused(f"{SINGLE} --synthetic 320 -b 32 --resume log/last.pt", tmp_path)
+    assert "model convnet" in refused(f"{SINGLE} --synthetic 320 --model lenet --resume log/last.pt", tmp_path)
     (tmp_path / "text.pt").write_text("This is not a checkpoint.")
     assert "not a checkpoint" in refused(f"{SINGLE} --synthetic 320 --resume text.pt", tmp_path)
     (tmp_path / "torn.pt").write_bytes((tmp_path / "log" / "last.pt").read_bytes()[:10_000])
     assert "broken" in refused(f"{SINGLE} --synthetic 320 --resume torn.pt", tmp_path)
+    torch.save({"format": 1, "arguments": {}}, tmp_path / "empty.pt")
+    assert "not a checkpoint" in refused(f"{SINGLE} --synthetic 320 --resume empty.pt", tmp_path)
+    whole = checkpoint(tmp_path / "log")
+    torch.save({**whole, "model": None}, tmp_path / "none.pt")
+    assert "its model does not fit" in refused(f"{SINGLE} --synthetic 320 --resume none.pt", tmp_path)
     assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir log", tmp_path)
+    run(f"{SINGLE} --synthetic 320 --epochs 1 --log-dir other", cwd=tmp_path)
+    assert "other/results.json is of another run" in refused(
+        f"{SINGLE} --synthetic 320 --epochs 2 --log-dir other --checkpoint-dir log --resume log/last.pt", tmp_path)
 
 
 def test_adasum_on_gloo(tmp_path):
     need_horovod("gloo")
     job = Job(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 320 --use-adasum", cwd=tmp_path)
     assert job.finish() != 0
-    assert job.output().count("--use-adasum needs MPI or NCCL") == 1
+    assert job.output().count("--use-adasum needs MPI") == 1
 
 
 def test_one_line_from_several_processes(tmp_path):
@@ -110,6 +134,13 @@ def test_truncated_mnist(real_data, tmp_path):
     for command in (SINGLE, f"{SPAWN} -g 2"):
         line = refused(f"{command} --data-dir {tmp_path}", tmp_path)
         assert f"{images} is broken" in line
+
+
+def test_a_batch_of_another_kind(tmp_path):
+    for name in data.CIFAR10_FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(pickle.dumps({"images": []}))
+    assert "is broken (KeyError" in refused(f"python {ROOT}/cifar10/single.py --data-dir {tmp_path}", tmp_path)
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path):

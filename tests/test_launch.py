@@ -59,7 +59,7 @@ def test_docstring_command(recipe, group, tmp_path):
         return
     assert status == [0] * len(group), output
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
-    names = {"--gloo": "horovodrun (Gloo)", "horovodrun": "", "mpirun": "mpirun (MPI)", "spawn.py": "mp.spawn",
+    names = {"--gloo": "horovodrun --gloo", "horovodrun": "", "mpirun": "mpirun", "spawn.py": "mp.spawn",
              "torchrun": "torchrun", "torch.distributed.launch": "torch.distributed.launch", "python": "python"}
     launcher = next(names[part] for part in names if part in group[0])  # plain horovodrun takes MPI if there is one
     processes = 1 if recipe.name in ("single.py", "dp.py") else 2
@@ -126,22 +126,32 @@ def start_long_run(launcher, cwd):
     """A run of many epochs that is in its second one."""
     if launcher.startswith("hvd"):
         need_horovod(launcher)
-    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
-    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log", cwd=cwd)
+    name, _, flag = launcher.partition(" ")
+    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[name]
+    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log {flag}", cwd=cwd)
     job.wait_for("epoch 1/")
     time.sleep(0.2)
     return job
 
 
-@pytest.mark.parametrize("launcher", ["single", *strategies(2, "")])
+@pytest.mark.parametrize("launcher", ["single", "single -j 2", *strategies(2, ""), "ddp_launch -j 2"])
 def test_ctrl_c(launcher, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
     assert job.finish(timeout=30) != 0
     assert not re.findall(r'File "[^"]*/(?:mnist|common)/', job.output()), "no rank prints a traceback"
     tracebacks_of_its_own = {"ddp_launch": 1, "hvd_gloo": 1}  # torchrun and horovodrun end with one
-    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
+    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher.split()[0], 0), job.output()
     assert "leaked" not in job.output()
+
+
+def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
+    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512", cwd=tmp_path,
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(flags.free_port()))
+    time.sleep(8)
+    job.signal(signal.SIGINT)
+    assert job.finish(timeout=10) == 130
+    assert job.output() == ""
 
 
 @pytest.mark.parametrize("launcher", strategies(2, ""))

@@ -46,6 +46,9 @@ def test_parity(dataset, strategy, single, tmp_path):
 
 
 MUTATIONS = {
+    "ddp_spawn without the wrapper": ("ddp_spawn", "    model = DistributedDataParallel(model)",
+                                      "    object.__setattr__(model, 'module', model)"),
+    "hvd_gloo without set_epoch": ("hvd_gloo", "        train.sampler.set_epoch(epoch)", "        pass"),
     "ddp_launch without all-reduce": ("ddp_launch", "    model = DistributedDataParallel(model)",
                                       "    model = DistributedDataParallel(model)\n"
                                       "    model.require_backward_grad_sync = False"),
@@ -56,7 +59,7 @@ MUTATIONS = {
     "hvd_gloo without all-reduce": (
         "hvd_gloo", "    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)", "    pass"),
     "hvd_gloo without scaled rate": (
-        "hvd_gloo", " * schedule.lr_factor(args, adasum_lr if args.use_adasum else hvd.size())", ""),
+        "hvd_gloo", " * schedule.lr_factor(args, local_mean if args.use_adasum else hvd.size())", ""),
 }
 
 

@@ -1,6 +1,7 @@
 """A run that was killed and resumed ends with the very weights of one that was not."""
 
 import signal
+import time
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from launch import ROOT, Job, checkpoint, need_horovod, run, strategies
 
 RUNS = {
     "mnist single": "single", "cifar10 single": "single", "mnist ddp_launch": "ddp_launch",
-    "cifar10 ddp_spawn": "ddp_spawn", "cifar10 hvd": "hvd_gloo",
+    "cifar10 ddp_spawn": "ddp_spawn", "cifar10 hvd": "hvd_gloo", "cifar10 hvd --momentum 0": "hvd_gloo",
 }
 
 
@@ -19,11 +20,12 @@ def test_killed_in_the_third_epoch(which, tmp_path):
         need_horovod(strategy)
     command = {"single": f"python {ROOT}/{dataset}/single.py", **strategies(2, ROOT / dataset)}[strategy]
     command += " --synthetic 8192 --epochs 4 --model convnet --lr 0.02 --wd 5e-4 --device cpu"
+    command += which.partition(" --")[1] + which.partition(" --")[2]
     run(f"{command} --log-dir whole", cwd=tmp_path)
     killed = Job(f"{command} --log-dir part", cwd=tmp_path)
     killed.wait_for("epoch 2/4")
-    while checkpoint(tmp_path / "part")["epoch"] < 2:
-        pass
+    while checkpoint(tmp_path / "part")["epoch"] < 2:  # it is saved just after the line is printed
+        time.sleep(0.02)
     killed.signal(signal.SIGKILL, everyone=True)
     assert killed.finish() != 0
     assert "epoch 3/4" not in killed.output()

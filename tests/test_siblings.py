@@ -11,12 +11,12 @@ SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
 LINES = {"mnist": 120, "cifar10": 140, "imagenet": 180}
 # recipe: (the one it is read against, the changed lines that it may have, the mark of a line that it adds)
 PAIRS = {
-    "dp.py": ("single.py", 12, "# dist:"),
-    "ddp_spawn.py": ("single.py", 45, "# dist:"),
-    "ddp_launch.py": ("single.py", 35, "# dist:"),
-    "hvd.py": ("single.py", 40, "# dist:"),
-    "ddp_amp.py": ("ddp_launch.py", 15, "# amp"),
-    "apex_amp.py": ("ddp_launch.py", 15, "# amp"),
+    "dp.py": ("single.py", 12, "# dist: "),
+    "ddp_spawn.py": ("single.py", 45, "# dist: "),
+    "ddp_launch.py": ("single.py", 35, "# dist: "),
+    "hvd.py": ("single.py", 40, "# dist: "),
+    "ddp_amp.py": ("ddp_launch.py", 15, "# amp: "),
+    "apex_amp.py": ("ddp_launch.py", 15, "# amp: "),
 }
 # What one data set says where another says something else; everything else is the same in both.
 OF_A_DATASET = {"data.mnist": "data.cifar10", "MNIST": "CIFAR-10", "mnist/": "cifar10/"}
