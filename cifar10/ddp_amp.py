@@ -32,7 +32,7 @@ def parse_args():
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp: the scaler is for fp16
+def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp: for fp16
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
     metrics = run.metrics()
@@ -91,7 +91,7 @@ def main():
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)  # amp: here it comes
+        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run, scaler)  # amp: for fp16
         run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
 
 

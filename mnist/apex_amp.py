@@ -77,7 +77,7 @@ def main():
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: named
+    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: level
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait

@@ -35,6 +35,7 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dataset", [folder.name for folder in DATASETS])
+# dp is here for its code: on the CPU it is the bare module, on one process
 @pytest.mark.parametrize("strategy", ["dp 1", *(f"{name} {n}" for name in strategies(1, "") for n in (2, 4))])
 def test_parity(dataset, strategy, single, tmp_path):
     name, processes = strategy.split()
