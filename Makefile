@@ -11,10 +11,10 @@ demo: $(VENV)/.recipes
 	@echo "  $(VENV)/bin/tensorboard --logdir runs"
 	@echo "or run another recipe: the table in README.md says which."
 
-test: $(VENV)/.tests
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m pytest -n 2
+test: $(VENV)/.tools $(VENV)/.horovod
+	$(VENV)/bin/python -m pytest -n 2
 
-lint: $(VENV)/.tests
+lint: $(VENV)/.tools
 	$(VENV)/bin/ruff check .
 	bash -n scripts/*.sh .ci/run
 	if command -v shellcheck > /dev/null; then shellcheck scripts/*.sh .ci/run; else test -z "$(REQUIRE_ALL)"; fi
@@ -24,8 +24,11 @@ $(VENV)/.recipes: requirements.txt
 	$(VENV)/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-$(VENV)/.tests: $(VENV)/.recipes tests/requirements.txt scripts/install_horovod.sh
+$(VENV)/.tools: $(VENV)/.recipes tests/requirements.txt
 	$(VENV)/bin/pip install --quiet -r tests/requirements.txt
+	touch $@
+
+$(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
 	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
 
 .PHONY: demo test lint

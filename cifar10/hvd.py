@@ -61,17 +61,17 @@ def main():
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
-    local_mean = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: a mean by NCCL
+    local_mean = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages a machine
     if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
         flags.fail("--use-adasum needs MPI (mpirun, or horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
     run = Run(args, "Horovod", "mpirun" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
-              lambda sums: hvd.allreduce_(sums, op=hvd.Sum))  # dist: all that `common` asks others
+              lambda sums: hvd.allreduce_(sums, op=hvd.Sum))  # dist: for sums over all ranks
     if hvd.local_rank() == 0:
         data.download(args)  # dist: one process per machine downloads ...
     hvd.barrier()  # dist: ... while the others wait
     train, val = data.cifar10(args, device, hvd.rank(), hvd.size())  # dist: each rank reads a share of its own
     model = models.build(args, channels=3, size=32).to(device)
-    lr = args.lr * schedule.lr_factor(args, local_mean if args.use_adasum else hvd.size())  # dist: for a larger mean
+    lr = args.lr * schedule.lr_factor(args, local_mean if args.use_adasum else hvd.size())  # dist: batches in a step
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     how = {"compression": hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
            "op": hvd.Adasum if args.use_adasum else hvd.Average}  # dist: how the gradients travel and combine

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common import flags
+from common import flags, processes
 
 MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1, per channel
 CIFAR10_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -145,7 +145,7 @@ def _as_it_is(batch):
 
 def _in_worker(_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the training process, and that one ends its workers
-    flags.end_with_parent()
+    processes.end_with_parent()
 
 
 def _place(tensors, args, device):

@@ -2,20 +2,17 @@
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import io
-import logging
 import math
 import os
 import re
-import signal
-import socket
 import sys
 import time
 
 import torch
-import torch.multiprocessing as mp
+
+from common import processes
 
 APEX = ("this recipe needs NVIDIA Apex at tag 25.05, the last with amp and parallel (PyPI's apex is another package): "
         "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05; "
@@ -86,9 +83,9 @@ def number(kind, low, strictly=False, high=math.inf):
 def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     """The parser of a recipe: `doc` is its docstring, `models` the names --model takes, the rest are defaults."""
     if any(name in os.environ for name in RANK_VARIABLES):
-        end_with_parent()
-    elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
-        signal.signal(signal.SIGINT, exit_on_ctrl_c)
+        processes.end_with_parent()
+    else:
+        processes.exit_on_ctrl_c()
     p = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
     p.set_defaults(dataset=dataset)
     data = p.add_argument_group("data")
@@ -151,58 +148,7 @@ def pick_device(args, local_rank=0, local_world_size=1):
     return torch.device("cuda", local_rank)
 
 
-def free_port():
-    """A TCP port that nothing listens on now, for the processes of one machine to meet at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def require_gpu(package):
     """End with status 2 where torch sees no GPU and `package` does nothing without one."""
     if not torch.cuda.is_available():
         fail(f"{package} is here, but it needs a GPU and torch sees none: take ddp_amp.py, on any device")
-
-
-def exit_on_ctrl_c(*_):
-    """A handler that ends the process with status 130, without a traceback; last.pt holds the last whole epoch."""
-    sys.exit(130)
-
-
-def end_with_parent():
-    """Let this process, one of several ranks, end at once on Ctrl-C and (on Linux) when what started it is gone.
-
-    A handler in Python waits until the all-reduce returns that this rank is in, and that waits for a rank that is gone.
-    So do the workers of a launcher that got SIGKILL, on a busy GPU.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def ctrl_c_ignored():
-    """Ignore Ctrl-C in the `with` block, and for good in the processes that are started in it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def join(context):
-    """Wait for the processes of `mp.spawn(..., join=False)`; end them all when one fails, or on Ctrl-C.
-
-    Ends with the status of a process that ended with one, as it has said why; an exception in one is raised here.
-    """
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # no line for each that is ended
-    try:
-        while not context.join():
-            pass
-    except mp.ProcessExitedException as error:
-        sys.exit(error.exit_code)
-    finally:
-        for process in context.processes:
-            process.kill()

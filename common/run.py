@@ -77,7 +77,7 @@ class Run:
         self.checkpoint_path = Path(self.args.checkpoint_dir or self.log_dir) / "last.pt"
         results = self.log_dir / "results.json"
         of_this_run = {
-            results: results.exists() and json.loads(results.read_text())["run"] == self.id,
+            results: results.exists() and self.id.encode() in results.read_bytes(),
             self.checkpoint_path: os.path.realpath(self.args.resume or "") == os.path.realpath(self.checkpoint_path),
         }
         for path, ours in of_this_run.items():

@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+from common import data, flags, models, processes, schedule
 from common.run import Run
 
 
 def parse_args():
     parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
                           epochs=5, batch_size=64, lr=0.02, weight_decay=0)
-    parser.add_argument("-n", "--nodes", type=flags.number(int, 1), default=1, help="machines")  # dist: of the run
+    parser.add_argument("-n", "--nodes", type=flags.number(int, 1), default=1, help="machines")  # dist: world size
     parser.add_argument("-g", "--gpus", type=flags.number(int, 1), default=max(1, torch.cuda.device_count()),
                         help="processes on each machine, one per GPU")  # dist: on the CPU as many as asked for
-    parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: which
+    parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: rank
     return parser.parse_args()
 
 
@@ -64,14 +64,14 @@ def evaluate(model, val, run):
 def main(local_rank, args):  # dist: what each process that mp.spawn starts calls, with its number
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
-    flags.end_with_parent()  # dist: or a rank waits for ever for others that are gone
+    processes.end_with_parent()  # dist: or a rank waits for ever for others that are gone
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: bound to that GPU
+        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
-    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: all that `common` asks others
+    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -100,7 +100,7 @@ if __name__ == "__main__":
     if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
         flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
-    os.environ.setdefault("MASTER_PORT", str(flags.free_port()))  # dist: on one machine any free port will do
-    with flags.ctrl_c_ignored():  # dist: by the new processes, which this one then ends
+    os.environ.setdefault("MASTER_PORT", str(processes.free_port()))  # dist: on one machine any free port will do
+    with processes.ctrl_c_ignored():  # dist: by the new processes, which this one then ends
         context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
-    flags.join(context)  # dist: until all of them have ended, or one has failed
+    processes.join(context)  # dist: until all of them have ended, or one has failed

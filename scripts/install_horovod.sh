@@ -7,7 +7,7 @@
 #
 # 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build as it comes:
 #   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;
-#   - torch's headers need C++17, since 2.13 C++20, and Horovod asks for 14;
+#   - the headers of torch 2.15 need C++20 (those of 2.11 take it), and Horovod asks for 14;
 #   - a CUDA build of torch beside an nvcc makes it look for the whole CUDA toolkit, GPU or not.
 set -euo pipefail
 

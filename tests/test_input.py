@@ -108,6 +108,9 @@ def test_wrong_checkpoint(tmp_path):
     torch.save({**whole, "model": None}, tmp_path / "none.pt")
     assert "its model does not fit" in refused(f"{SINGLE} --synthetic 320 --resume none.pt", tmp_path)
     assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir log", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "results.json").write_text("not by a recipe")
+    assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir mine", tmp_path)
     run(f"{SINGLE} --synthetic 320 --epochs 1 --log-dir other", cwd=tmp_path)
     assert "other/results.json is of another run" in refused(
         f"{SINGLE} --synthetic 320 --epochs 2 --log-dir other --checkpoint-dir log --resume log/last.pt", tmp_path)

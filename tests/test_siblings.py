@@ -19,7 +19,7 @@ PAIRS = {
     "apex_amp.py": ("ddp_launch.py", 15, "# amp: "),
 }
 # What one data set says where another says something else; everything else is the same in both.
-OF_A_DATASET = {"data.mnist": "data.cifar10", "MNIST": "CIFAR-10", "mnist/": "cifar10/"}
+OF_A_DATASET = {"data.mnist": "data.cifar10"}
 
 
 def body(path):
