@@ -1,4 +1,4 @@
-"""How the processes of a run end: on Ctrl-C, with the one that started them, and with each other."""
+"""How the processes of a run find each other on one machine, and how they end: on Ctrl-C, and with their parent."""
 
 import contextlib
 import ctypes
