@@ -8,6 +8,7 @@
 HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-reduce, for chrome://tracing or Perfetto.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+from common import data, failures, flags, models, schedule
 from common.run import Run
 
 hvd = flags.require("horovod.torch", "init", flags.HOROVOD)  # dist: an import that says in one line what is missing
@@ -58,12 +59,15 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
+    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, args.timeout))  # dist: says who is waited for ...
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(args.timeout)  # dist: ... and how long
+    hvd.init()  # dist: joins the processes that horovodrun or mpirun started
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
     local_mean = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages a machine
     if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
-        flags.fail("--use-adasum needs MPI (mpirun, or horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
+        failures.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
     run = Run(args, "Horovod", "mpirun" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
               lambda sums: hvd.allreduce_(sums, op=hvd.Sum))  # dist: for sums over all ranks
     if hvd.local_rank() == 0:
@@ -79,9 +83,7 @@ def main():
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch = run.start(state)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: all start from rank 0's weights ...
-    if optimizer.state:  # dist: ... and momentum; where there is none, Horovod would take a step, with weight decay
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: all start from rank 0's weights
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
         train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
@@ -89,5 +91,4 @@ def main():
 
 
 if __name__ == "__main__":
-    hvd.init()  # dist: joins the processes that horovodrun or mpirun started
     main()

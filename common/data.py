@@ -7,21 +7,26 @@ once. benchmarks/data_path.py measures the difference.
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
+import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from filelock import FileLock, Timeout
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common import flags, processes
+from common import failures, processes
 
 MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1, per channel
+STALLED = 30  # seconds without a byte after which a download is given up
 CIFAR10_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -73,6 +78,19 @@ class RandomCropFlip(ImageTensor):
         return self.windows.index_select(0, self.start[indices]), self.labels.index_select(0, indices)
 
 
+class EpochSampler(DistributedSampler):
+    """A DistributedSampler whose next pass leaves out the first `start` of this rank's samples.
+
+    A run that goes on within an epoch so comes to its place by index, and reads nothing twice.
+    """
+
+    start = 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        return itertools.islice(super().__iter__(), start, None)
+
+
 @dataclass
 class DataObject:
     """A dataset, the sampler that picks this process's share of it, and the loader that makes batches of the share.
@@ -82,13 +100,24 @@ class DataObject:
     """
 
     dataset: ImageTensor
-    sampler: DistributedSampler | range
+    sampler: EpochSampler | range
     loader: DataLoader
     device: torch.device
     mean_std: tuple
 
     def __len__(self):
         return len(self.loader)
+
+    @property
+    def epoch(self):
+        """The epoch that the sampler of training data is set to; None for validation, which has one order."""
+        return getattr(self.sampler, "epoch", None)
+
+    def from_step(self, step):
+        """An iterator over the batches of this epoch without its first `step`."""
+        if step:
+            self.sampler.start = step * self.loader.batch_size
+        return iter(self)
 
     def __iter__(self):
         if isinstance(self.dataset, RandomCropFlip):
@@ -121,10 +150,10 @@ def cifar10(args, device, rank=0, world_size=1):
 
 def _objects(train, val, mean_std, args, device, rank, world_size):
     if len(train) < args.batch_size * world_size:
-        flags.fail(f"{len(train)} training images do not fill one batch of {args.batch_size} on each of {world_size} "
-                   "processes: take a smaller --batch-size")
+        failures.fail(f"{len(train)} training images do not fill one batch of {args.batch_size} on each of "
+                      f"{world_size} processes: take a smaller --batch-size")
     # Both drop the incomplete tail: N processes with batch B then take the very steps of one process with batch N*B.
-    shuffled = DistributedSampler(train, world_size, rank, seed=args.seed, drop_last=True)
+    shuffled = EpochSampler(train, world_size, rank, seed=args.seed, drop_last=True)
     # Every image once, on one rank: DistributedSampler would repeat some where the ranks do not divide their number.
     share = range(rank, len(val[1]), world_size)
 
@@ -132,6 +161,7 @@ def _objects(train, val, mean_std, args, device, rank, world_size):
         # Its own generator: else each epoch draws a number from the global one, and a resumed run differs.
         loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, num_workers=args.workers,
                             collate_fn=_as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
+                            timeout=args.timeout / 2 if args.workers else 0,
                             pin_memory=device.type == "cuda" and dataset.labels.device.type == "cpu")
         return DataObject(dataset, sampler, loader, device, mean_std)
 
@@ -179,7 +209,7 @@ def _read(args, channels, size):
     try:
         splits = read(Path(args.data_dir), train=True), read(Path(args.data_dir), train=False)
     except (OSError, ValueError) as error:
-        flags.fail(f"{error}: delete the file to have it downloaded again, or train with --synthetic")
+        failures.fail(f"{error}: delete the file to have it downloaded again, or train with --synthetic")
     return splits
 
 
@@ -191,36 +221,74 @@ CIFAR10_FILES = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{k}" 
 def download(args):
     """Bring args.dataset to --data-dir, from where torchvision has it, unless all its files are there.
 
-    Call it in one process per node, and let the others wait. A file appears under its name only when it is whole.
+    Call it in one process per machine, and let the others wait; where machines share the folder, a file lock lets the
+    first one download for all. A file gets its name when it is whole and has the digest that torchvision knows.
     """
     if args.synthetic:
         return
     folder, files = Path(args.data_dir), {"mnist": MNIST_FILES, "cifar10": CIFAR10_FILES}[args.dataset]
-    missing = [name for name in files if not (folder / name).exists()]
-    if not missing:
+    if not _missing(folder, files):
         return
-    import torchvision  # here: nothing else in this module needs the time that it takes
-
-    fetch = {"mnist": torchvision.datasets.MNIST, "cifar10": torchvision.datasets.CIFAR10}[args.dataset]
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-    socket.setdefaulttimeout(30)  # torchvision sets none, and would wait for ever
+    lock = FileLock(folder / ".download.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
-            with contextlib.redirect_stdout(io.StringIO()):
-                fetch(temporary, download=True)  # checks the digests
-            for name in missing:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(temporary, name), folder / name)
-    except (OSError, RuntimeError, EOFError) as error:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print(f"waiting for another process, which downloads to {folder}", flush=True)
+        with lock:
+            for stale in folder.glob(".download-*"):  # of a process that was killed: it held the lock
+                shutil.rmtree(stale)
+            if _missing(folder, files):
+                _fetch(args.dataset, folder, files)
+    except (OSError, RuntimeError, EOFError, KeyError, tarfile.TarError) as error:
         for path in new_folders:
             with contextlib.suppress(OSError):
+                Path(lock.lock_file).unlink(missing_ok=True)
                 path.rmdir()
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
-        flags.fail(f"{folder / missing[0]} is not there and the download failed ({reason}): bring the files, "
-                   "or train on generated images with --synthetic")
+        failures.fail(f"{folder / _missing(folder, files)[0]} is not there and the download failed ({reason}): "
+                      "bring the files, or train on generated images with --synthetic")
+    finally:
+        lock.release(force=True)
+
+
+def _missing(folder, files):
+    return [name for name in files if not (folder / name).exists()]
+
+
+def _fetch(dataset, folder, files):
+    """Download to a temporary folder in `folder`, where torchvision compares the digests, and move the files up."""
+    from torchvision import datasets  # here: nothing else in this module needs the time that it takes
+    from torchvision.datasets.utils import download_url
+
+    socket.setdefaulttimeout(STALLED)  # torchvision sets none, and would wait for ever
+    try:
+        with (tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary,
+              contextlib.redirect_stdout(io.StringIO())):
+            if dataset == "mnist":
+                datasets.MNIST(temporary, download=True)
+            else:  # not by torchvision.datasets.CIFAR10, which unpacks and unpickles whatever has the MD5
+                download_url(datasets.CIFAR10.url, temporary, "archive", datasets.CIFAR10.tgz_md5)
+                _unpack(Path(temporary, "archive"), Path(temporary), files)
+            for name in _missing(folder, files):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(Path(temporary, name), folder / name)
     finally:
         socket.setdefaulttimeout(None)
+
+
+def _unpack(archive, folder, files):
+    """Unpack `files` from a tar archive; refuse one with members that no data set has."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            parts = Path(member.name).parts
+            if not (member.isfile() or member.isdir()) or Path(member.name).is_absolute() or ".." in parts:
+                raise tarfile.TarError(f"the archive has a link or a path that leads out of it: {member.name}")
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(tar.extractfile(name).read())
 
 
 def _read_mnist(folder, train):

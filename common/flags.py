@@ -1,4 +1,4 @@
-"""The command line that all recipes share, and the one way to refuse a wrong input: one line and exit status 2."""
+"""The command line that all recipes share, and what it asks of the machine."""
 
 import argparse
 import contextlib
@@ -8,31 +8,15 @@ import math
 import os
 import re
 import sys
-import time
 
 import torch
 
-from common import processes
+from common import failures, processes
 
 APEX = ("this recipe needs NVIDIA Apex at tag 25.05, the last with amp and parallel (PyPI's apex is another package): "
         "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05; "
         "or take ddp_amp.py, which needs torch alone")
 HOROVOD = f"PYTHON={sys.executable} scripts/install_horovod.sh builds it into this environment"
-RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
-
-
-def fail(message):
-    """Print one line that says what is wrong and what to do, and end this process with status 2.
-
-    A wrong input is mostly wrong for all ranks. Rank 0 speaks at once, the launcher then ends the others,
-    and a rank that is still there after three seconds has something of its own to say.
-    """
-    rank = next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
-    if rank > 0:
-        time.sleep(3)
-    print(f"{os.path.basename(sys.argv[0])}: {'' if rank == 0 else f'rank {rank}: '}{message}", file=sys.stderr)
-    sys.stderr.flush()
-    sys.exit(2)
 
 
 def require(module, name, hint):
@@ -43,7 +27,7 @@ def require(module, name, hint):
             getattr(found, name)
         return found
     except Exception as error:  # a broken or an unrelated package of that name can raise anything
-        fail(f"{module} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())}): {hint}")
+        failures.fail(f"{module} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())}): {hint}")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -62,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(dashed, namespace)
 
     def error(self, message):
-        fail(f"{message} (--help lists the flags)")
+        failures.fail(f"{message} (--help lists the flags)")
 
 
 def number(kind, low, strictly=False, high=math.inf):
@@ -80,12 +64,21 @@ def number(kind, low, strictly=False, high=math.inf):
     return convert
 
 
+def export_file(path):
+    """An argparse type: where safetensors, which has to be there, can write weights."""
+    require("safetensors.torch", "save", "pip install safetensors")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise argparse.ArgumentTypeError(f"the folder of {path} is not there")
+    return path
+
+
 def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     """The parser of a recipe: `doc` is its docstring, `models` the names --model takes, the rest are defaults."""
-    if any(name in os.environ for name in RANK_VARIABLES):
+    if any(name in os.environ for name in failures.RANK_VARIABLES):
         processes.end_with_parent()
     else:
         processes.exit_on_ctrl_c()
+    sys.excepthook = failures.excepthook
     p = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
     p.set_defaults(dataset=dataset)
     data = p.add_argument_group("data")
@@ -116,13 +109,22 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     machine.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if it has one")
     machine.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", default=argparse.SUPPRESS,
                          help="the same as --device cpu")
+    machine.add_argument("--timeout", type=number(int, 1), default=600, metavar="SECONDS",
+                         help="end the run when a rank waits so long for another, or half as long for a loader worker")
     output = p.add_argument_group("output")
     output.add_argument("--log-interval", type=number(int, 1), default=10, metavar="STEPS",
                         help="steps between two updates of the loss in the progress bar")
     output.add_argument("--log-dir", metavar="DIR",
                         help="TensorBoard events and results.json; without it a new folder under runs/")
-    output.add_argument("--checkpoint-dir", metavar="DIR", help="where last.pt is saved; without it the log folder")
-    output.add_argument("--resume", metavar="FILE", help="continue the run that saved this checkpoint")
+    output.add_argument("--checkpoint-dir", metavar="DIR",
+                        help="where each epoch ends with a checkpoint (last.pt, best.pt); without it the log folder")
+    output.add_argument("--checkpoint-every", type=number(int, 1), metavar="STEPS", help="save within an epoch as well")
+    output.add_argument("--keep", type=number(int, 1), default=2, metavar="N",
+                        help="how many of the newest checkpoints stay, beside the best")
+    output.add_argument("--resume", metavar="FILE", help="continue the run that saved this checkpoint; auto takes the "
+                                                         "newest good one, and begins where there is none yet")
+    output.add_argument("--export", type=export_file, metavar="FILE",
+                        help="write the weights of the best epoch at the end, as safetensors")
     output.add_argument("--dry-run", action="store_true", help="one step of training and evaluation, no files")
     return p
 
@@ -138,12 +140,13 @@ def pick_device(args, local_rank=0, local_world_size=1):
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         if local_world_size > 4 * os.cpu_count():
-            fail(f"{local_world_size} processes on the CPU: {os.cpu_count()} cores take at most {4 * os.cpu_count()}")
+            failures.fail(f"{local_world_size} processes on the CPU: "
+                          f"{os.cpu_count()} cores take at most {4 * os.cpu_count()}")
         return torch.device("cpu")
     if gpus == 0:
-        fail("--device cuda: torch sees no GPU on this machine; --device cpu runs without one")
+        failures.fail("--device cuda: torch sees no GPU on this machine; --device cpu runs without one")
     if gpus < local_world_size:
-        fail(f"{local_world_size} processes need a GPU each and torch sees {gpus}: start at most {gpus}, "
+        failures.fail(f"{local_world_size} processes need a GPU each and torch sees {gpus}: start at most {gpus}, "
              "or take --device cpu")
     return torch.device("cuda", local_rank)
 
@@ -151,4 +154,4 @@ def pick_device(args, local_rank=0, local_world_size=1):
 def require_gpu(package):
     """End with status 2 where torch sees no GPU and `package` does nothing without one."""
     if not torch.cuda.is_available():
-        fail(f"{package} is here, but it needs a GPU and torch sees none: take ddp_amp.py, on any device")
+        failures.fail(f"{package} is here, but it needs a GPU and torch sees none: take ddp_amp.py, on any device")

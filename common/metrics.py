@@ -31,6 +31,21 @@ class Metrics:
         """The mean loss so far on this rank alone, for the progress bar."""
         return (self.sums[0] / self.sums[2]).item()
 
+    def finite(self):
+        """Whether all losses so far on this rank are numbers: bool [] on the device."""
+        return self.sums[0].isfinite()
+
+    def state(self):
+        """float64 [5]: this rank's sums, the seconds since the start and those spent waiting for data."""
+        clocks = [time.perf_counter() - self.start, self.waited]
+        return torch.cat((self.sums, torch.tensor(clocks, dtype=torch.float64, device=self.sums.device)))
+
+    def load_state(self, state):
+        """Go on from what `state` returned, in another process."""
+        self.sums.copy_(state[:3])
+        seconds, self.waited = state[3:].tolist()
+        self.start = time.perf_counter() - seconds
+
     def average(self):
         """Reduce over all ranks. Every rank must call it; returns the same means on each.
 

@@ -1,13 +1,18 @@
-"""How the processes of a run find each other on one machine, and how they end: on Ctrl-C, and with their parent."""
+"""How the processes of a run find each other, and how they end: on Ctrl-C, and with their parent."""
 
 import contextlib
 import ctypes
+import errno
+import faulthandler
 import logging
+import os
 import signal
 import socket
 import sys
 
 import torch.multiprocessing as mp
+
+from common import failures
 
 
 def exit_on_ctrl_c():
@@ -22,11 +27,17 @@ def end_with_parent():
     A handler in Python waits until the all-reduce returns that this rank is in, and that waits for a rank that is gone.
     So do the workers of a launcher that got SIGKILL, on a busy GPU.
     """
+    dump_on_signal()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def dump_on_signal():
+    """Let kill -USR2 print where each thread of this process is. SIGUSR1 stays free for a scheduler's warning."""
+    faulthandler.register(signal.SIGUSR2)
 
 
 @contextlib.contextmanager
@@ -49,10 +60,45 @@ def join(context):
         while not context.join():
             pass
     except mp.ProcessExitedException as error:
+        if error.exit_code < 0:
+            failures.fail(f"process {error.error_index} was ended by {signal.Signals(-error.exit_code).name}: "
+                          "SIGKILL is mostly the memory limit's", status=1)
         sys.exit(error.exit_code)
+    except mp.ProcessRaisedException as error:
+        failures.fail_if_known(str(error))
+        raise
     finally:
         for process in context.processes:
             process.kill()
+
+
+def launched():
+    """(LOCAL_RANK, LOCAL_WORLD_SIZE), after checking all that torchrun sets and init_process_group reads.
+
+    Raises SystemExit(2), with one line, where one of them is missing or is not a number that fits the others.
+    """
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    for name in names:
+        if name not in os.environ:
+            failures.fail(f"{name} is not set: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
+        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
+            failures.fail(f"{name} is {os.environ[name]!r}, and not a whole number: a launcher sets it")
+    rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
+    if rank >= world_size or local_rank >= local_world_size:
+        failures.fail(f"rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}: ranks count from 0")
+    if rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # else torchrun itself listens there
+        check_port()
+    return local_rank, local_world_size
+
+
+def check_port():
+    """End with status 2 where the ranks cannot meet at MASTER_PORT of this machine, as something listens there."""
+    try:
+        with socket.create_server(("", int(os.environ["MASTER_PORT"]))):
+            pass
+    except (OSError, OverflowError, ValueError) as error:
+        name = errno.errorcode.get(getattr(error, "errno", None), str(error))
+        failures.fail(f"cannot listen on MASTER_PORT={os.environ['MASTER_PORT']} ({name}): set it to another port")
 
 
 def free_port():

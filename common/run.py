@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, flags
+from common import checkpoint, failures, schedule
 from common.metrics import Metrics
 
 tqdm.set_lock(threading.RLock())  # its own one takes a semaphore, which a process that is ended leaves behind
@@ -39,69 +39,106 @@ class Run:
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
         self.epochs = []  # per-epoch figures, for results.json
         self.id = uuid.uuid4().hex  # in results.json and in checkpoints: which belong together
-        self.writer = None
+        self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
+        self.broken = []  # checkpoints that --resume auto passed by
+        self.writer, self.warned = None, False
 
     def start(self, state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
 
-        `state` is a dict of what a checkpoint holds: objects with a state_dict, among them "scheduler". Returns the
-        epoch to begin with: 0, or where the resumed run stopped.
+        `state` is a dict of what a checkpoint holds: objects with a state_dict, among them "model", "optimizer" and
+        "scheduler". Returns the epoch to begin with: 0, or where the resumed run stopped.
         """
         self.state = state
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
-        epoch = self._resume() if self.args.resume else 0
+        folder = self.args.checkpoint_dir or self.args.log_dir
+        epoch, resumed = 0, None
+        if self.args.resume:
+            found = self._on_rank_0(checkpoint.find, self.args.resume, folder and Path(folder))
+            content = self._from_rank_0(found[1] if found else b"")
+            if content:
+                saved = checkpoint.unpack(content)
+                checkpoint.check(saved, self.args.resume, self.args, self.world_size)
+                epoch = self._load(saved)
+                if self.rank == 0:
+                    resumed, _, self.broken = found
         args, lr = self.args, state["scheduler"].base_lrs[0]
         if args.dry_run:
             args.epochs = epoch + 1
+        else:
+            self._on_rank_0(self._open_folders, resumed)
         if self.rank == 0:
-            if not args.dry_run:
-                self._open_folders()
             print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size} | "
                   f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process, "
                   f"{args.batch_size * self.world_size} global | learning rate {lr:g}")
-            if epoch:
-                print(f"resumed from {args.resume} after epoch {epoch}"
+            if resumed:
+                print(f"resumed from {resumed} after epoch {epoch}{f' and {self.step} steps' if self.step else ''}"
                       f"{': --epochs asks for no more' if epoch >= args.epochs else ''}")
+            elif args.resume:
+                print(f"no checkpoint in {folder} yet: starting from the beginning")
             if not args.dry_run:
-                print(f"TensorBoard events and results.json in {self.log_dir}, checkpoint {self.checkpoint_path}")
+                print(f"TensorBoard events and results.json in {self.log_dir}, checkpoints in {self.checkpoint_dir}")
             sys.stdout.flush()
+        if resumed and not args.dry_run:
+            self._spare(self._write_results)  # it may have been killed between the checkpoint and these
+            if epoch >= args.epochs:
+                self._export()
         return epoch
 
     def _hardware(self):
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{os.cpu_count()} cores"
 
-    def _open_folders(self):
+    def _open_folders(self, resumed):
+        """Refuse what is of another run, then make the folders; `resumed` is the checkpoint that was loaded."""
         recipe = Path(sys.argv[0]).stem
         default = f"runs/{self.args.dataset}-{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.log_dir = Path(self.args.log_dir or default)
-        self.checkpoint_path = Path(self.args.checkpoint_dir or self.log_dir) / "last.pt"
-        results = self.log_dir / "results.json"
-        of_this_run = {
-            results: results.exists() and self.id.encode() in results.read_bytes(),
-            self.checkpoint_path: os.path.realpath(self.args.resume or "") == os.path.realpath(self.checkpoint_path),
-        }
-        for path, ours in of_this_run.items():
-            if path.exists() and not ours:
-                flags.fail(f"{path} is of another run: choose another folder, or --resume {self.checkpoint_path}")
-        folders = self.log_dir, self.checkpoint_path.parent
+        self.checkpoint_dir = Path(self.args.checkpoint_dir or self.log_dir)
+        results, newest = self.log_dir / "results.json", checkpoint.committed(self.checkpoint_dir)
+        newest = next((path for path in newest if path not in self.broken), None)
+        if results.exists() and self.id.encode() not in results.read_bytes():
+            failures.fail(f"{results} is of another run: choose another --log-dir, or --resume auto")
+        if newest or any(self.checkpoint_dir.glob("*.pt")):
+            if not resumed or resumed.resolve().parent != self.checkpoint_dir.resolve():
+                failures.fail(f"{self.checkpoint_dir} has checkpoints of another run: choose another --checkpoint-dir, "
+                              "or --resume auto")
+            if not resumed.samefile(newest):
+                failures.fail(f"--resume {self.args.resume}: {newest} is newer, and would be lost: take that one "
+                              "(--resume auto), or another --log-dir and --checkpoint-dir")
+        if self.args.export and not resumed and Path(self.args.export).exists():
+            failures.fail(f"--export {self.args.export}: the file is there already; choose another name")
+        folders = self.log_dir, self.checkpoint_dir
         for folder in folders:
             existing = next(path for path in (folder, *folder.parents) if path.exists())
             try:
                 tempfile.TemporaryFile(dir=existing).close()
             except OSError as error:
-                flags.fail(f"cannot write to {folder} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
+                failures.fail(f"cannot write to {folder} ({error.strerror}): "
+                              "choose another --log-dir or --checkpoint-dir")
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
+        for path in self.broken:
+            path.rename(f"{path}.broken")
+        checkpoint.tidy(self.checkpoint_dir, self.args.keep, self._best_first())
 
     def metrics(self):
         """Empty sums for one pass over the data."""
         return Metrics(self.device, self.all_reduce)
 
     def batches(self, data, metrics):
-        """The batches of `data`, behind a progress bar where rank 0 has a terminal; the waiting goes to `metrics`."""
-        iterator = iter(data)
-        with tqdm(total=len(data), unit="step", leave=False, disable=None if self.rank == 0 else True) as bar:
-            for step in itertools.count(1):
+        """The batches of `data`, behind a progress bar where rank 0 has a terminal; the waiting goes to `metrics`.
+
+        In an epoch of training it also looks after the loss, and saves (--checkpoint-every); a resumed run goes on here
+        within its epoch.
+        """
+        done = 0
+        if data.epoch is not None and self.step:
+            done, self.step = self.step, 0
+            metrics.load_state(self.sums[self.rank])
+        iterator = data.from_step(done)
+        with tqdm(total=len(data), initial=done, unit="step", leave=False,
+                  disable=None if self.rank == 0 else True) as bar:
+            for step in itertools.count(done + 1):
                 asked = time.perf_counter()
                 batch = next(iterator, None)
                 metrics.waited += time.perf_counter() - asked
@@ -113,6 +150,22 @@ class Run:
                     bar.set_postfix(loss=f"{metrics.local_loss():.4f}")
                 if self.args.dry_run:
                     return
+                if data.epoch is not None:
+                    self._after_step(data.epoch, step, metrics, last=step == len(data))
+
+    def _after_step(self, epoch, step, metrics, last):
+        save = self.args.checkpoint_every and step % self.args.checkpoint_every == 0 and not last
+        if save or last or step % self.args.log_interval == 0:
+            self._stop_unless_finite(metrics, f"epoch {epoch + 1}, by step {step}")
+        if save:
+            self._save(epoch, step, self._gather(metrics.state()))
+
+    def _stop_unless_finite(self, metrics, when):
+        """End all ranks, at the same step, where the loss of one is infinite or not a number."""
+        ranks = self._gather(~metrics.finite()).nonzero().flatten().tolist()
+        if ranks:
+            failures.fail(f"the loss is not finite (rank {', '.join(map(str, ranks))}; {when}): the last checkpoint is "
+                          "from before; take a smaller --lr, or look at the data", status=1)
 
     def end_epoch(self, epoch, train, val):
         """Print, log and save what epoch `epoch` (from 0) gave: two results of Metrics.average. Every rank calls it."""
@@ -127,17 +180,47 @@ class Run:
                   f"{rate:,.0f} images/s | {seconds:.1f} s | {train['data_wait']:.0%} waiting for data", flush=True)
         if self.args.dry_run:
             return
-        random_states = self._gather_random_states()
-        if self.rank == 0:
-            self._log_scalars(epoch + 1, {
-                "train/loss": train["loss"], "train/accuracy": train["accuracy"], "val/loss": val["loss"],
-                "val/accuracy": val["accuracy"], "lr": lr, "perf/images_per_sec": rate})
-            self._write_results()
-            checkpoint.save(self.checkpoint_path, {
-                **{name: part.state_dict() for name, part in self.state.items()}, "epoch": epoch + 1,
-                "epochs": self.epochs, "random_states": random_states, "world_size": self.world_size,
-                "arguments": vars(self.args), "run": self.id,
-            })
+        self._spare(self._log_scalars, epoch + 1, {
+            "train/loss": train["loss"], "train/accuracy": train["accuracy"], "val/loss": val["loss"],
+            "val/accuracy": val["accuracy"], "lr": lr, "perf/images_per_sec": rate})
+        self._save(epoch + 1, 0, None)
+        self._spare(self._write_results)
+        if epoch + 1 == self.args.epochs:
+            self._export()
+
+    def _best_first(self):
+        """The epochs so far, that of the highest validation accuracy first."""
+        return [epoch["epoch"] for epoch in sorted(self.epochs, key=lambda epoch: -epoch["val"]["accuracy"])]
+
+    def _save(self, epoch, step, sums):
+        """Save a checkpoint after `epoch` epochs and `step` steps; `sums` [ranks, 5] is what the metrics had there."""
+        random_states = self._gather(self._random_state())
+        self._on_rank_0(self._commit, {
+            "epoch": epoch, "step": step, "sums": sums, "epochs": self.epochs, "random_states": random_states,
+            "world_size": self.world_size, "arguments": vars(self.args), "run": self.id})
+
+    def _commit(self, position):
+        parts = {name: part.state_dict() for name, part in self.state.items()}
+        try:
+            checkpoint.save(self.checkpoint_dir, {**parts, **position}, self.args.keep, self._best_first())
+        except OSError as error:
+            failures.fail(f"cannot save a checkpoint in {self.checkpoint_dir} ({error.strerror}): make room, then "
+                          "--resume auto goes on from the last one", status=1)
+
+    def _export(self):
+        if self.args.export:
+            self._on_rank_0(self._write_weights)
+
+    def _write_weights(self):
+        from safetensors.torch import save  # here: no other run needs the package
+
+        best = self.checkpoint_dir / "best.pt"
+        try:
+            weights = checkpoint.unpack(checkpoint.read(best))["model"]
+            checkpoint.write(Path(self.args.export), save(weights))
+        except (OSError, checkpoint.Broken) as error:
+            failures.fail(f"--export {self.args.export}: {error}", status=1)
+        print(f"exported {best.resolve().name} to {self.args.export}", flush=True)
 
     def _log_scalars(self, step, scalars):
         if self.writer is None:
@@ -157,22 +240,41 @@ class Run:
             "hardware": {"host": socket.gethostname(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
                          "device": f"{self.device.type} ({self._hardware()})"},
         }
-        partial = self.log_dir / ".results.json"
-        partial.write_text(json.dumps(results, indent=2) + "\n")
-        partial.replace(self.log_dir / "results.json")
+        checkpoint.write(self.log_dir / "results.json", (json.dumps(results, indent=2) + "\n").encode())
 
-    def _resume(self):
-        saved = checkpoint.load(self.args.resume, self.args, self.world_size)
+    def _spare(self, write, *args):
+        """Let rank 0 write figures; where that fails, training goes on: a full disk costs them, and not the run."""
+        if self.rank == 0:
+            try:
+                write(*args)
+            except OSError as error:
+                if not self.warned:
+                    print(f"warning: no figures are written to {self.log_dir} ({error.strerror}); training goes on",
+                          file=sys.stderr, flush=True)
+                self.warned = True
+
+    def _load(self, saved):
+        """Take over what a checkpoint holds, and return the epoch to begin with."""
+        own = {name: tensor.shape for name, tensor in self.state["model"].state_dict().items()}
+        name = "model"
         try:
+            other = {name: tensor.shape for name, tensor in saved["model"].items()}
+            differ = [key for key in {**own, **other} if own.get(key) != other.get(key)]
+            if differ:
+                raise ValueError(f"{len(differ)} weights differ, among them {', '.join(differ[:3])}")
             for name, part in self.state.items():
-                part.load_state_dict(saved[name])
-            name = "random state"
-            self._set_random_state(saved["random_states"][self.rank])
-            self.id, self.epochs = saved["run"], saved["epochs"]
+                if name != "scheduler" or saved["world_size"] == self.world_size:
+                    part.load_state_dict(saved[name])
+                else:
+                    schedule.seek(part, saved["epoch"])
+            name = "position"
+            self.step, self.sums, self.id, self.epochs = (saved[key] for key in ("step", "sums", "run", "epochs"))
+            if self.rank < saved["world_size"]:  # a rank that is new draws from its own seed
+                self._set_random_state(saved["random_states"][self.rank])
             return saved["epoch"]
         except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-            flags.fail(f"--resume {self.args.resume}: its {name} does not fit this run "
-                       f"({' '.join(str(error).split())[:160]})")
+            failures.fail(f"--resume {self.args.resume}: its {name} does not fit this run "
+                          f"({' '.join(str(error).split())[:160]})")
 
     def _random_state(self):
         """This rank's random state as one uint8 tensor: the CPU's, then the GPU's where it trains on one."""
@@ -185,14 +287,38 @@ class Run:
         if self.device.type == "cuda" and state.numel() > size:
             torch.cuda.set_rng_state(state[size:].clone(), self.device)
 
-    def _gather_random_states(self):
-        """uint8 [world_size, bytes]: each rank fills in its row, and the sum over the ranks has them all."""
-        own = self._random_state()
-        # int32, as Horovod does not sum uint8
-        states = torch.zeros(self.world_size, own.numel(), dtype=torch.int32, device=self.device)
-        states[self.rank] = own
-        self.all_reduce(states)
-        return states.to("cpu", torch.uint8)
+    def _gather(self, own):
+        """[ranks, ...]: the tensor `own` of each rank, on the CPU: each fills in its row, and the sum has them all."""
+        # int32 for what is smaller, as Horovod does not sum uint8
+        rows = torch.zeros(self.world_size, *own.shape, device=self.device,
+                           dtype=own.dtype if own.is_floating_point() else torch.int32)
+        rows[self.rank] = own
+        self.all_reduce(rows)
+        return rows.to("cpu", own.dtype)
+
+    def _from_rank_0(self, content):
+        """The bytes `content` of rank 0, on each rank: a broadcast is the sum where all others have zeros."""
+        size = int(self._gather(torch.tensor(float(len(content))).double())[0])
+        words = torch.zeros(-(-size // 4), dtype=torch.int32)
+        if self.rank == 0:
+            words.view(torch.uint8)[:size] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        words = words.to(self.device)
+        if size:
+            self.all_reduce(words)
+        return words.cpu().view(torch.uint8)[:size].numpy().tobytes()
+
+    def _on_rank_0(self, action, *args):
+        """What `action` returns on rank 0, and None on the others; where it ends the process, all ranks end."""
+        result, status = None, 0
+        if self.rank == 0:
+            try:
+                result = action(*args)
+            except SystemExit as end:
+                status = end.code
+        status = int(self._gather(torch.tensor(status))[0])
+        if status:
+            sys.exit(status)
+        return result
 
 
 def installed(*packages):

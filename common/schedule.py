@@ -26,4 +26,13 @@ def warmup_cosine(optimizer, args, steps_per_epoch):
             return start + (1 - start) * step / warmup
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler.steps_per_epoch = steps_per_epoch  # in its state_dict, as a resumed run has to have as many
+    return scheduler
+
+
+def seek(scheduler, epoch):
+    """Set a new scheduler, and the rate of its optimizer, to where `epoch` whole epochs lead."""
+    steps = epoch * scheduler.steps_per_epoch
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps - 1, "_step_count": steps})
+    scheduler.step()

@@ -6,8 +6,8 @@
 
 import argparse
 import gc
-import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+from common import data, flags, models, processes, schedule
 from common.run import Run
 
 
@@ -57,21 +57,20 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():  # dist: by which a launcher says who this is
-        flags.fail(f"start it with a launcher: torchrun --nproc-per-node=2 {sys.argv[0]}")
-    local_rank = int(os.environ["LOCAL_RANK"])  # dist: the number of this process on its machine
-    device = flags.pick_device(args, local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))  # dist: a device per process
+    local_rank, local_world_size = processes.launched()  # dist: this process on its machine, from the environment
+    device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
+    timeout = timedelta(seconds=args.timeout)  # dist: how long a rank waits for the others
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
     else:
-        dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
+        dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     run = Run(args, "DDP", launcher, device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
-    dist.barrier()  # dist: ... while the others wait
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # dist: ... for which the others have time
     train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large

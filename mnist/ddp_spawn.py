@@ -10,6 +10,7 @@ The last two make one run: start one on each of two machines, with the address o
 import gc
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, processes, schedule
+from common import data, failures, flags, models, processes, schedule
 from common.run import Run
 
 
@@ -66,15 +67,16 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
     processes.end_with_parent()  # dist: or a rank waits for ever for others that are gone
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
+    timeout = timedelta(seconds=args.timeout)  # dist: how long a rank waits for the others
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
     else:
-        dist.init_process_group("gloo")  # dist: returns when all ranks have come to MASTER_ADDR:MASTER_PORT
+        dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
-    dist.barrier()  # dist: ... while the others wait
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # dist: ... for which the others have time
     train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
@@ -96,11 +98,13 @@ if __name__ == "__main__":
     args = parse_args()  # dist: once, in the process that starts the others
     flags.pick_device(args, 0, args.gpus)  # dist: too few GPUs are one line here, not one from each process
     if args.nr >= args.nodes:  # dist: else the others would wait for a rank that is not there
-        flags.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
+        failures.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
     if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
-        flags.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
+        failures.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(processes.free_port()))  # dist: on one machine any free port will do
+    if args.nr == 0:
+        processes.check_port()  # dist: rank 0 listens there, and would say in many lines that it cannot
     with processes.ctrl_c_ignored():  # dist: by the new processes, which this one then ends
         context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
     processes.join(context)  # dist: until all of them have ended, or one has failed

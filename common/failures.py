@@ -1,0 +1,62 @@
+"""The one way in which a run ends that cannot go on: one line that says what is wrong and what to do."""
+
+import os
+import re
+import sys
+import time
+
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
+# What torch and Horovod say when the fault is not in the code: (pattern, the line to print, whether to let a rank that
+# knows the reason speak first). Every other exception keeps its traceback.
+KNOWN = [
+    (r"DataLoader worker.*Bus error|unable to (allocate|resize|open) shared memory|/torch_.*No space left on device",
+     "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
+     False),
+    (r"(DataLoader worker .*)", "{0}: what killed it may be the memory limit of the job; try fewer --workers", False),
+    (r"DataLoader timed out after (\d+)", "a loader worker sent nothing for {0} s: it hangs; is the file system there? "
+     "--timeout says how long to wait", False),
+    (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
+     "out of memory: take a smaller --batch-size, or fewer processes", False),
+    (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", False),
+    (r"closed by peer|reset by peer|Connection refused|Broken pipe|Socket closed|recvBytes|sendBytes|NCCL communicator|"
+     r"remote process exited|Horovod has been shut down|HorovodInternalError",
+     "another rank is gone: what it printed says why", True),
+    (r"[Tt]imed out", "another rank did not come to a collective within --timeout: kill -USR2 shows where a rank is",
+     True),
+]
+
+
+def own_rank():
+    """The rank that a launcher gave this process, and 0 where there is none."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+
+
+def fail(message, status=2, wait=None):
+    """Print one line that says what is wrong and what to do, and end this process with `status`: 2 for a wrong input.
+
+    A wrong input is mostly wrong for all ranks. Rank 0 speaks at once, the launcher then ends the others,
+    and a rank that is still there after three seconds has something of its own to say. `wait` overrules that.
+    """
+    rank = own_rank()
+    if wait or (wait is None and rank > 0):
+        time.sleep(3)
+    print(f"{os.path.basename(sys.argv[0])}: {'' if rank == 0 else f'rank {rank}: '}{message}", file=sys.stderr)
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def fail_if_known(text):
+    """End with one line where `text`, an exception's name and message, tells of a fault that is not in the code."""
+    for pattern, line, wait in KNOWN:
+        if found := re.search(pattern, text):
+            fail(line.format(*found.groups(), **{"MASTER_PORT": os.environ.get("MASTER_PORT")}),
+                 status=2 if pattern == "EADDRINUSE" else 1, wait=wait)
+
+
+def excepthook(kind, error, traceback):
+    """For sys.excepthook: one line for a known fault, the traceback for any other."""
+    try:
+        fail_if_known(f"{kind.__name__}: {error}")
+    except SystemExit as end:
+        os._exit(end.code)  # without the destructors of process groups, which can abort where a peer is gone
+    sys.__excepthook__(kind, error, traceback)
