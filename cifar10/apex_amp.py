@@ -68,7 +68,7 @@ def main():
     args = parse_args()
     local_rank, local_world_size = processes.launched()  # dist: this process on its machine, from the environment
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
-    timeout = timedelta(seconds=args.timeout)  # dist: how long a rank waits for the others
+    timeout = timedelta(hours=2)  # dist: enough for a download; in training --timeout rules
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
         dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
@@ -79,7 +79,7 @@ def main():
     run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: level
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # dist: ... for which the others have time
+    dist.barrier()  # dist: ... while the others wait
     train, val = data.cifar10(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=3, size=32).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large

@@ -8,7 +8,6 @@
 HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-reduce, for chrome://tracing or Perfetto.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(min(60, args.timeout))  # dist: says who is waited for ...
-    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(args.timeout)  # dist: ... and how long
     hvd.init()  # dist: joins the processes that horovodrun or mpirun started
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
     if device.type == "cuda":

@@ -21,8 +21,7 @@ KNOWN = [
     (r"closed by peer|reset by peer|Connection refused|Broken pipe|Socket closed|recvBytes|sendBytes|NCCL communicator|"
      r"remote process exited|Horovod has been shut down|HorovodInternalError",
      "another rank is gone: what it printed says why", True),
-    (r"[Tt]imed out", "another rank did not come to a collective within --timeout: kill -USR2 shows where a rank is",
-     True),
+    (r"Timed out waiting", "another rank did not come: what it printed says why", True),
 ]
 
 
@@ -55,8 +54,10 @@ def fail_if_known(text):
 
 def excepthook(kind, error, traceback):
     """For sys.excepthook: one line for a known fault, the traceback for any other."""
+    collected, sys.stderr = sys.stderr, sys.__stderr__  # init_process_group's hook around this one collects the former
     try:
         fail_if_known(f"{kind.__name__}: {error}")
     except SystemExit as end:
         os._exit(end.code)  # without the destructors of process groups, which can abort where a peer is gone
+    sys.stderr = collected
     sys.__excepthook__(kind, error, traceback)

@@ -110,7 +110,7 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     machine.add_argument("--no-cuda", dest="device", action="store_const", const="cpu", default=argparse.SUPPRESS,
                          help="the same as --device cpu")
     machine.add_argument("--timeout", type=number(int, 1), default=600, metavar="SECONDS",
-                         help="end the run when a rank waits so long for another, or half as long for a loader worker")
+                         help="end the run when no step is made for so long, as a rank or a loader worker hangs")
     output = p.add_argument_group("output")
     output.add_argument("--log-interval", type=number(int, 1), default=10, metavar="STEPS",
                         help="steps between two updates of the loss in the progress bar")

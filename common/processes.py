@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 
 import torch.multiprocessing as mp
 
@@ -48,6 +50,33 @@ def ctrl_c_ignored():
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Watchdog(threading.Thread):
+    """Ends this process with one line when `alive` has not been called for `seconds`, and says where it is stuck.
+
+    It does so whatever the collective, the loader or the backend that hangs: the timeout of a torch process group is
+    one for data preparation and training, and Horovod's stall check ends nothing under Gloo. Only seconds in which
+    this process can run count, so that Ctrl-Z and a laptop's sleep do no harm.
+    """
+
+    def __init__(self, seconds):
+        super().__init__(daemon=True)
+        self.seconds, self.idle = seconds, 0
+
+    def alive(self):
+        self.idle = 0
+
+    def run(self):
+        while self.idle < self.seconds:
+            time.sleep(1)
+            self.idle += 1
+        frame = sys._current_frames()[threading.main_thread().ident]
+        with contextlib.suppress(SystemExit):
+            failures.fail(f"no step in {self.seconds} s (--timeout): it hangs at {frame.f_code.co_filename}:"
+                          f"{frame.f_lineno} in {frame.f_code.co_name}", wait=False)
+        time.sleep(1)  # the other ranks, too, say where they are, before a launcher ends them
+        os._exit(1)
 
 
 def join(context):

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, failures, schedule
+from common import checkpoint, failures, processes, schedule
 from common.metrics import Metrics
 
 tqdm.set_lock(threading.RLock())  # its own one takes a semaphore, which a process that is ended leaves behind
@@ -42,6 +42,7 @@ class Run:
         self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
         self.broken = []  # checkpoints that --resume auto passed by
         self.writer, self.warned = None, False
+        self.watchdog = processes.Watchdog(args.timeout)
 
     def start(self, state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
@@ -79,6 +80,7 @@ class Run:
             if not args.dry_run:
                 print(f"TensorBoard events and results.json in {self.log_dir}, checkpoints in {self.checkpoint_dir}")
             sys.stdout.flush()
+        self.watchdog.start()
         if resumed and not args.dry_run:
             self._spare(self._write_results)  # it may have been killed between the checkpoint and these
             if epoch >= args.epochs:
@@ -141,6 +143,7 @@ class Run:
             for step in itertools.count(done + 1):
                 asked = time.perf_counter()
                 batch = next(iterator, None)
+                self.watchdog.alive()
                 metrics.waited += time.perf_counter() - asked
                 if batch is None:
                     return

@@ -67,7 +67,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
     processes.end_with_parent()  # dist: or a rank waits for ever for others that are gone
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
-    timeout = timedelta(seconds=args.timeout)  # dist: how long a rank waits for the others
+    timeout = timedelta(hours=2)  # dist: enough for a download; in training --timeout rules
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
         dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
@@ -76,7 +76,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
         data.download(args)  # dist: one process per machine downloads ...
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # dist: ... for which the others have time
+    dist.barrier()  # dist: ... while the others wait
     train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
