@@ -19,6 +19,7 @@ import io
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -112,7 +113,9 @@ def read(path):
 def unpack(content):
     """The dict in the bytes of a checkpoint; raises Broken. `weights_only` refuses a pickle that would run code."""
     try:
-        checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the line that says that it is refused is enough
+            checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if not isinstance(checkpoint["format"], int):
             raise TypeError("no format")
     except Exception as error:  # torch.load raises anything on a file that it did not write

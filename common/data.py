@@ -161,7 +161,6 @@ def _objects(train, val, mean_std, args, device, rank, world_size):
         # Its own generator: else each epoch draws a number from the global one, and a resumed run differs.
         loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, num_workers=args.workers,
                             collate_fn=_as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
-                            timeout=args.timeout / 2 if args.workers else 0,
                             pin_memory=device.type == "cuda" and dataset.labels.device.type == "cpu")
         return DataObject(dataset, sampler, loader, device, mean_std)
 

@@ -13,8 +13,6 @@ KNOWN = [
      "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
      False),
     (r"(DataLoader worker .*)", "{0}: what killed it may be the memory limit of the job; try fewer --workers", False),
-    (r"DataLoader timed out after (\d+)", "a loader worker sent nothing for {0} s: it hangs; is the file system there? "
-     "--timeout says how long to wait", False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
      "out of memory: take a smaller --batch-size, or fewer processes", False),
     (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", False),

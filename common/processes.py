@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 
 import torch.multiprocessing as mp
 
@@ -71,10 +73,13 @@ class Watchdog(threading.Thread):
         while self.idle < self.seconds:
             time.sleep(1)
             self.idle += 1
-        frame = sys._current_frames()[threading.main_thread().ident]
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        here = str(Path(__file__).resolve().parents[1])
+        ours = [frame for frame in stack if os.path.abspath(frame.filename).startswith(here)]
+        where = ", ".join(f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+                          for frame in (*ours[-1:], stack[-1]))
         with contextlib.suppress(SystemExit):
-            failures.fail(f"no step in {self.seconds} s (--timeout): it hangs at {frame.f_code.co_filename}:"
-                          f"{frame.f_lineno} in {frame.f_code.co_name}", wait=False)
+            failures.fail(f"no step in {self.seconds} s (--timeout): it hangs in {where}", wait=False)
         time.sleep(1)  # the other ranks, too, say where they are, before a launcher ends them
         os._exit(1)
 
