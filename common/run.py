@@ -302,13 +302,11 @@ class Run:
     def _from_rank_0(self, content):
         """The bytes `content` of rank 0, on each rank: a broadcast is the sum where all others have zeros."""
         size = int(self._gather(torch.tensor(float(len(content))).double())[0])
-        words = torch.zeros(-(-size // 4), dtype=torch.int32)
-        if self.rank == 0:
-            words.view(torch.uint8)[:size] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        words = words.to(self.device)
-        if size:
-            self.all_reduce(words)
-        return words.cpu().view(torch.uint8)[:size].numpy().tobytes()
+        padded = bytearray(size + 4 - size % 4)
+        padded[:len(content)] = content
+        words = torch.frombuffer(padded, dtype=torch.int32).to(self.device)
+        self.all_reduce(words)
+        return words.cpu().numpy().tobytes()[:size]
 
     def _on_rank_0(self, action, *args):
         """What `action` returns on rank 0, and None on the others; where it ends the process, all ranks end."""

@@ -131,6 +131,18 @@ def run(command, cwd, status=0, **environment):
     return job.output()
 
 
+def changed_copy(to, recipe, line, replacement):
+    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe` replaced."""
+    dataset, name = recipe.split("/")
+    for folder in ("common", dataset):
+        shutil.copytree(ROOT / folder, to / folder)
+    path = to / dataset / name
+    text = path.read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, replacement))
+    return to / dataset
+
+
 def checkpoint(folder):
     return torch.load(Path(folder) / "last.pt", weights_only=True)
 

@@ -1,10 +1,9 @@
 """The same seed and global batch give the same training, whatever the strategy and the number of processes."""
 
 import json
-import shutil
 
 import pytest
-from launch import DATASETS, ROOT, checkpoint, largest_difference, need_horovod, run, strategies
+from launch import DATASETS, ROOT, changed_copy, checkpoint, largest_difference, need_horovod, run, strategies
 
 GLOBAL_BATCH, LR = 32, 0.04
 TOLERANCE = 1e-5  # relative; float32 sums in another order
@@ -70,13 +69,8 @@ def test_parity_notices(mutation, single, tmp_path):
     name, line, without = MUTATIONS[mutation]
     if name.startswith("hvd"):
         need_horovod(name)
-    for folder in ("common", "mnist"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    recipe = tmp_path / "mnist" / f"{name.removesuffix('_gloo')}.py"
-    text = recipe.read_text()
-    assert text.count(line) == 1
-    recipe.write_text(text.replace(line, without))
-    weights = train(strategies(2, tmp_path / "mnist")[name], 2, tmp_path, tmp_path / "log")
+    folder = changed_copy(tmp_path, f"mnist/{name.removesuffix('_gloo')}.py", line, without)
+    weights = train(strategies(2, folder)[name], 2, tmp_path, tmp_path / "log")
     assert largest_difference(weights, single("mnist")) > 100 * TOLERANCE
 
 

@@ -1,44 +1,66 @@
 """A run that was killed and resumed ends with the very weights of one that was not."""
 
+import json
+import random
 import signal
 import time
 
 import pytest
 import torch
-from launch import ROOT, Job, checkpoint, need_horovod, run, strategies
+from launch import ROOT, Job, checkpoint, largest_difference, need_horovod, run, strategies
+from safetensors.torch import load_file
 
-RUNS = {
-    "mnist single": "single", "cifar10 single": "single", "mnist ddp_launch": "ddp_launch",
-    "cifar10 ddp_spawn": "ddp_spawn", "cifar10 hvd": "hvd_gloo", "cifar10 hvd --momentum 0": "hvd_gloo",
-}
+from common import checkpoint as checkpoints
+
+RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "mnist", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
+EPOCHS, STEPS = 4, 32  # of 4096 images in global batches of 128
+SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
 
 
-@pytest.mark.parametrize("which", RUNS)
-def test_killed_in_the_third_epoch(which, tmp_path):
-    dataset, strategy = which.split()[0], RUNS[which]
+def position(folder):
+    """How many steps the newest checkpoint in a folder has behind it."""
+    newest = checkpoints.committed(folder)
+    if not newest:
+        return 0
+    _, epoch, _, step, _ = newest[0].name.split("-")
+    return int(epoch) * STEPS + int(step)
+
+
+@pytest.mark.parametrize("strategy", RUNS)
+def test_ten_kills(strategy, tmp_path):
+    """SIGKILL at ten random steps of one run, which --resume auto takes up again each time."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    command = {"single": f"python {ROOT}/{dataset}/single.py", **strategies(2, ROOT / dataset)}[strategy]
-    command += " --synthetic 8192 --epochs 4 --model convnet --lr 0.02 --wd 5e-4 --device cpu"
-    command += which.partition(" --")[1] + which.partition(" --")[2]
-    run(f"{command} --log-dir whole", cwd=tmp_path)
-    killed = Job(f"{command} --log-dir part", cwd=tmp_path)
-    killed.wait_for("epoch 2/4")
-    while checkpoint(tmp_path / "part")["epoch"] < 2:  # it is saved just after the line is printed
-        time.sleep(0.02)
-    killed.signal(signal.SIGKILL, everyone=True)
-    assert killed.finish() != 0
-    assert "epoch 3/4" not in killed.output()
-    assert checkpoint(tmp_path / "part")["epoch"] == 2
-    output = run(f"{command} --log-dir part --resume part/last.pt", cwd=tmp_path)
-    assert "resumed from part/last.pt after epoch 2" in output
-    assert "epoch 3/4" in output
-    assert "--epochs asks for no more" in run(f"{command} --log-dir part --resume part/last.pt", cwd=tmp_path)
+    recipes = ROOT / RUNS[strategy]
+    command = {"single": f"python {recipes}/single.py -b 128 --lr 0.04", **strategies(2, recipes)}[strategy]
+    command += f" --synthetic 4096 --epochs {EPOCHS} --model convnet --wd 5e-4 --device cpu --checkpoint-every 3"
+    command += " --resume auto"
+    assert "starting from the beginning" in run(f"{command} --log-dir whole", cwd=tmp_path)
+    for target in sorted(random.sample(range(1, (EPOCHS - 1) * STEPS), k=10)):
+        killed = Job(f"{command} --log-dir part", cwd=tmp_path)
+        end = time.monotonic() + 90
+        while position(tmp_path / "part") < target:
+            assert time.monotonic() < end and killed.process.poll() is None, killed.output()
+            time.sleep(0.002)
+        killed.signal(signal.SIGKILL, everyone=True)
+        assert killed.finish() != 0
+    output = run(f"{command} --log-dir part", cwd=tmp_path)
+    assert "resumed from part/epoch-000" in output
+    assert "skipped" not in output
     whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
-    assert whole["epoch"] == resumed["epoch"] == 4
-    assert [epoch["val"]["loss"] for epoch in whole["epochs"]] == [epoch["val"]["loss"] for epoch in resumed["epochs"]]
-    for part in ("model", "random_states", "optimizer", "scheduler"):
+    assert whole["epoch"] == resumed["epoch"] == EPOCHS
+    assert checkpoints.digest(weights(whole)) == checkpoints.digest(weights(resumed))
+    for part in ("random_states", "optimizer", "scheduler"):
         assert_same(whole[part], resumed[part])
+    for pass_ in ("train", "val"):  # the figures of an epoch that was interrupted are those of the whole epoch
+        for figure in ("loss", "accuracy", "images"):
+            assert [epoch[pass_][figure] for epoch in whole["epochs"]] == \
+                   [epoch[pass_][figure] for epoch in resumed["epochs"]]
+    assert json.loads((tmp_path / "part" / "results.json").read_text())["epochs"] == resumed["epochs"]
+
+
+def weights(saved):
+    return b"".join(tensor.numpy().tobytes() for tensor in saved["model"].values())
 
 
 def assert_same(a, b):
@@ -55,3 +77,60 @@ def assert_same(a, b):
             assert_same(one, other)
     else:
         assert a == b
+
+
+def test_another_world_size(tmp_path):
+    """Between two epochs: 2 processes with batch 32, then 1 with 64, end where 2 processes end. Within one: refused."""
+    common = "--synthetic 640 --model lenet --scale-lr none --lr 0.04 --epochs 4 --device cpu"
+    run(f"{SPAWN} -g 2 -b 32 {common} --log-dir two", cwd=tmp_path)
+    two = Job(f"{SPAWN} -g 2 -b 32 {common} --log-dir part --keep 100 --checkpoint-every 4", cwd=tmp_path)
+    assert two.finish() == 0
+    boundary, within = (next((tmp_path / "part").glob(f"epoch-0002-step-{step}-*")) for step in ("000000", "000004"))
+    one = f"python {ROOT}/mnist/single.py -b 64 {common} --log-dir one"
+    assert "resume it on 2" in run(f"{one} --resume {within}", cwd=tmp_path, status=2)
+    output = run(f"{one} --resume {boundary}", cwd=tmp_path)
+    assert "world size 1" in output
+    assert "epoch 3/4" in output
+    saved = checkpoint(tmp_path / "one")
+    assert largest_difference(saved["model"], checkpoint(tmp_path / "two")["model"]) < 1e-5
+    assert saved["scheduler"]["last_epoch"] == 4 * 10
+    # and with the usual scaling on more ranks: the rate is that of the new run at the same epoch
+    run(f"{SPAWN} -g 3 -b 32 {common.replace('none', 'linear')} --log-dir three", cwd=tmp_path)
+    linear = "--synthetic 640 --model lenet --lr 0.04 --epochs 4 --device cpu -b 32 --resume three/last.pt"
+    linear = linear.replace("three/last.pt", str(next((tmp_path / "three").glob("epoch-0003-*"))))
+    run(f"{SPAWN} -g 1 {linear} --log-dir back", cwd=tmp_path)
+    whole = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --lr 0.04 --epochs 4 --device cpu -b 32"
+    run(f"{whole} --log-dir whole", cwd=tmp_path)
+    assert [epoch["lr"] for epoch in checkpoint(tmp_path / "back")["epochs"]][3:] == \
+           [epoch["lr"] for epoch in checkpoint(tmp_path / "whole")["epochs"]][3:]
+
+
+def test_other_ranks_need_not_see_the_file(tmp_path):
+    """Rank 0 reads it for all: the second machine has other folders."""
+    for machine in ("first", "second"):
+        (tmp_path / machine).mkdir()
+    common = "--synthetic 640 --model lenet --device cpu --log-dir log"
+    run(f"{SPAWN} -g 2 {common} --epochs 1", cwd=tmp_path / "first")
+    from common.processes import free_port
+
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    jobs = [Job(f"{SPAWN} -n 2 -g 1 -nr {k} {common} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
+            for k, machine in enumerate(("first", "second"))]
+    assert [job.finish() for job in jobs] == [0, 0], [job.output() for job in jobs]
+    assert "after epoch 1" in jobs[0].output()
+    assert jobs[1].output() == ""
+    assert not list((tmp_path / "second").iterdir())
+    assert checkpoint(tmp_path / "first" / "log")["epoch"] == 2
+
+
+def test_export(tmp_path):
+    """The weights of the best epoch, as safetensors; a run that has nothing left to train exports as well."""
+    single = f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 3 --log-dir log --export weights.safetensors"
+    assert "exported epoch-" in run(single, cwd=tmp_path)
+    best = torch.load(tmp_path / "log" / "best.pt", weights_only=True)
+    assert best["epoch"] == max(best["epochs"], key=lambda epoch: epoch["val"]["accuracy"])["epoch"]
+    assert_same(load_file(tmp_path / "weights.safetensors"), dict(best["model"]))
+    (tmp_path / "weights.safetensors").unlink()
+    output = run(f"{single} --resume auto", cwd=tmp_path)
+    assert "--epochs asks for no more" in output
+    assert_same(load_file(tmp_path / "weights.safetensors"), dict(best["model"]))
