@@ -232,25 +232,28 @@ def download(args):
     lock = FileLock(folder / ".download.lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(Timeout):
             lock.acquire(timeout=0)
-        except Timeout:
+        if not lock.is_locked:
             print(f"waiting for another process, which downloads to {folder}", flush=True)
         with lock:
-            for stale in folder.glob(".download-*"):  # of a process that was killed: it held the lock
+            for stale in folder.glob(".downloading-*"):  # of a process that was killed: it held the lock
                 shutil.rmtree(stale)
             if _missing(folder, files):
                 _fetch(args.dataset, folder, files)
+        reason = None
     except (OSError, RuntimeError, EOFError, KeyError, tarfile.TarError) as error:
-        for path in new_folders:
-            with contextlib.suppress(OSError):
-                Path(lock.lock_file).unlink(missing_ok=True)
-                path.rmdir()
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
-        failures.fail(f"{folder / _missing(folder, files)[0]} is not there and the download failed ({reason}): "
-                      "bring the files, or train on generated images with --synthetic")
     finally:
         lock.release(force=True)
+        with contextlib.suppress(OSError):
+            Path(lock.lock_file).unlink()  # who waits for it finds the files there
+    if reason:
+        for path in new_folders:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        failures.fail(f"{folder / _missing(folder, files)[0]} is not there and the download failed ({reason}): "
+                      "bring the files, or train on generated images with --synthetic")
 
 
 def _missing(folder, files):
@@ -264,7 +267,7 @@ def _fetch(dataset, folder, files):
 
     socket.setdefaulttimeout(STALLED)  # torchvision sets none, and would wait for ever
     try:
-        with (tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary,
+        with (tempfile.TemporaryDirectory(dir=folder, prefix=".downloading-") as temporary,
               contextlib.redirect_stdout(io.StringIO())):
             if dataset == "mnist":
                 datasets.MNIST(temporary, download=True)

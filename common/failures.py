@@ -1,5 +1,6 @@
 """The one way in which a run ends that cannot go on: one line that says what is wrong and what to do."""
 
+import atexit
 import os
 import re
 import sys
@@ -38,7 +39,15 @@ def fail(message, status=2, wait=None):
     if wait or (wait is None and rank > 0):
         time.sleep(3)
     print(f"{os.path.basename(sys.argv[0])}: {'' if rank == 0 else f'rank {rank}: '}{message}", file=sys.stderr)
+    end(status)
+
+
+def end(status):
+    """End this process; one of several ranks without clean-up, as a process group whose peers are gone can abort."""
+    sys.stdout.flush()
     sys.stderr.flush()
+    if any(name in os.environ for name in RANK_VARIABLES):
+        atexit.register(os._exit, status)  # what is registered last runs first
     sys.exit(status)
 
 

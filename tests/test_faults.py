@@ -48,7 +48,8 @@ def on_small_disk(command, cwd, size, at, after=""):
 def test_disk_full_during_a_save(strategy, tmp_path):
     """There is room for two checkpoints of 0.5 MB, and not for the third, which is written before the first goes."""
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[strategy]
-    command = on_small_disk(f"{command} {SHORT} --epochs 4 --log-dir log --checkpoint-dir disk", tmp_path, "1200k", "disk")
+    command += f" {SHORT} --epochs 4 --log-dir log --checkpoint-dir disk"
+    command = on_small_disk(command, tmp_path, "1200k", "disk")
     output = fails(command, tmp_path, "cannot save a checkpoint in disk (No space left on device)")
     assert "epoch 3/4" in output
     _, content, broken = checkpoints.find("auto", tmp_path / "copy")
@@ -98,17 +99,17 @@ def test_loader_worker_killed(strategy, tmp_path):
     job.wait_for("epoch 1/1000")
     loader_workers(job, 1 if strategy == "single" else 2)[0].kill()
     assert job.finish(60) == 1
-    assert job.output().count("is killed by signal: Killed") == 1, job.output()
+    assert job.output().count("DataLoader worker (pid") == 1, job.output()
     assert f'File "{ROOT}' not in job.output()
 
 
 def test_loader_worker_hangs(tmp_path):
-    job = Job(f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --workers 1 --log-dir log --timeout 3", cwd=tmp_path)
+    job = Job(f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --workers 1 --timeout 3", cwd=tmp_path)
     job.wait_for("epoch 1/1000")
     worker = loader_workers(job, 1)[0]
     worker.send_signal(signal.SIGSTOP)
     assert job.finish(60) == 1
-    assert "single.py: no step in 3 s (--timeout): it hangs in batches (run.py:" in job.output()
+    assert "single.py: no step in 3 s (--timeout): it hangs in __iter__ (data.py:" in job.output()
 
 
 def test_tiny_shared_memory(tmp_path):
@@ -124,7 +125,7 @@ FAULTS = {
         "if run.rank == 1 and scheduler.last_epoch == 30:\n"
         "            import psutil, resource\n"
         "            resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**20,) * 2)\n"
-        "            images.repeat(10_000, 1, 1, 1)", "rank 1: out of memory: take a smaller --batch-size"),
+        "            images.repeat(10_000, 1, 1, 1)", "out of memory: take a smaller --batch-size"),
     "loss not finite": ("if run.rank == 1 and scheduler.last_epoch == 33: metrics.update(loss / 0, logits, labels)",
                         "the loss is not finite (rank 1; epoch 2, by step 20)"),
     "hangs": ("if run.rank == 1 and scheduler.last_epoch == 30: __import__('time').sleep(1000)",
@@ -161,7 +162,8 @@ def test_stack_dump(tmp_path):
     for process in ranks:
         process.send_signal(signal.SIGUSR2)
     assert job.finish() == 0
-    assert job.output().count("in train_one_epoch\n") + job.output().count("in evaluate\n") >= 2, job.output()
+    assert job.output().count("Current thread") == 2, job.output()
+    assert "ddp_spawn.py\", line" in job.output()
 
 
 def test_ranks_end_when_one_is_killed(tmp_path):

@@ -1,17 +1,19 @@
 """A wrong input: one line that says what is wrong and what to do, status 2, and nothing written or lost."""
 
-import gzip
-import http.server
+import io
 import os
 import pickle
 import shutil
-import threading
+import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 from launch import ROOT, Job, checkpoint, commands, need_horovod, run
 
-from common import data, flags
+from common import checkpoint as checkpoints
+from common import data
 
 SINGLE = f"python {ROOT}/mnist/single.py"
 SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
@@ -42,6 +44,11 @@ def test_no_data_and_no_network(tmp_path):
     (f"{SINGLE} --model resnet5", "choose from"),
     (f"{SINGLE} --batch-size 10000", "do not fill one batch of 10000"),
     (f"{SINGLE} --resume nowhere.pt", "--resume nowhere.pt: No such file"),
+    (f"{SINGLE} --resume auto", "say where with --log-dir"),
+    (f"{SINGLE} --checkpoint-every 0", "0 is not at least 1"),
+    (f"{SINGLE} --keep 0", "0 is not at least 1"),
+    (f"{SINGLE} --export nowhere/weights", "the folder of nowhere/weights is not there"),
+    (f"{SPAWN} -g 4 -b 100", "do not fill one batch of 100 on each of 4"),
     (f"{SINGLE} --log-dir /dev/null/log", "cannot write to /dev/null/log"),
     (f"{SINGLE} --checkpoint-dir /proc/here", "cannot write to /proc/here"),
     (f"{SPAWN} -g {4 * os.cpu_count() + 1}", "processes"),
@@ -91,29 +98,120 @@ def test_horovod_without_its_torch_extension(tmp_path):
     assert "scripts/install_horovod.sh" in line
 
 
-def test_wrong_checkpoint(tmp_path):
-    run(f"{SINGLE} --synthetic 320 --epochs 1 --log-dir log", cwd=tmp_path)
-    other = refused(f"python {ROOT}/cifar10/single.py --synthetic 320 --model convnet --resume log/last.pt", tmp_path)
-    assert "dataset mnist" in other
-    assert "world size 1" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
-    assert "batch size 64" in refused(f"{SINGLE} --synthetic 320 -b 32 --resume log/last.pt", tmp_path)
-    assert "model convnet" in refused(f"{SINGLE} --synthetic 320 --model lenet --resume log/last.pt", tmp_path)
+@pytest.fixture
+def log(tmp_path):
+    """The folder of a run of two epochs, as it is after the test as well."""
+    run(f"{SINGLE} --synthetic 320 --epochs 2 --log-dir log", cwd=tmp_path)
+    return tmp_path / "log"
+
+
+def altered(log, **values):
+    """A checkpoint with other values, and the name that goes with them."""
+    buffer = io.BytesIO()
+    torch.save({**checkpoint(log), **values}, buffer)
+    path = log.parent / f"altered-{checkpoints.digest(buffer.getvalue())}.pt"
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def test_checkpoint_of_another_run(log, tmp_path):
+    on = f"{SINGLE} --synthetic 320 --resume log/last.pt"
+    assert "dataset mnist" in refused(
+        f"python {ROOT}/cifar10/single.py --synthetic 320 --model convnet --resume log/last.pt", tmp_path)
+    assert "batch size 64" in refused(f"{on} -b 32", tmp_path)
+    assert "weight decay 0" in refused(f"{on} --wd 0.1", tmp_path)
+    line = refused(f"{on} --model lenet", tmp_path)
+    assert "its model does not fit this run (" in line
+    assert "weights differ, among them 0.weight" in line
+    assert len(line) < 250
+    newer = altered(log, format=checkpoints.FORMAT + 1)
+    assert "take a newer common/" in refused(f"{SINGLE} --synthetic 320 --resume {newer}", tmp_path)
+    older = altered(log, format=checkpoints.FORMAT - 1)
+    assert f"this code reads {checkpoints.FORMAT}" in refused(f"{SINGLE} --synthetic 320 --resume {older}", tmp_path)
+    for part in ("model", "optimizer", "scheduler", "random_states", "epochs"):
+        path = altered(log, **{part: None})
+        assert "does not fit" in refused(f"{SINGLE} --synthetic 320 --resume {path}", tmp_path)
+    for part in ("arguments", "world_size"):
+        path = altered(log, **{part: {}})
+        refused(f"{SINGLE} --synthetic 320 --resume {path}", tmp_path)
+
+
+def test_broken_checkpoint(log, tmp_path):
     (tmp_path / "text.pt").write_text("This is not a checkpoint.")
-    assert "not a checkpoint" in refused(f"{SINGLE} --synthetic 320 --resume text.pt", tmp_path)
-    (tmp_path / "torn.pt").write_bytes((tmp_path / "log" / "last.pt").read_bytes()[:10_000])
-    assert "broken" in refused(f"{SINGLE} --synthetic 320 --resume torn.pt", tmp_path)
-    torch.save({"format": 1, "arguments": {}}, tmp_path / "empty.pt")
-    assert "not a checkpoint" in refused(f"{SINGLE} --synthetic 320 --resume empty.pt", tmp_path)
-    whole = checkpoint(tmp_path / "log")
-    torch.save({**whole, "model": None}, tmp_path / "none.pt")
-    assert "its model does not fit" in refused(f"{SINGLE} --synthetic 320 --resume none.pt", tmp_path)
-    assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir log", tmp_path)
+    assert "does not end with a digest" in refused(f"{SINGLE} --synthetic 320 --resume text.pt", tmp_path)
+    newest, previous = checkpoints.committed(log)
+    canary = tmp_path / "canary"
+    harm = b"cos\nsystem\n(S'touch %s'\ntR." % str(canary).encode()
+    harmful = tmp_path / f"harm-{checkpoints.digest(harm)}.pt"
+    harmful.write_bytes(harm)
+    assert "not a checkpoint" in refused(f"{SINGLE} --synthetic 320 --resume {harmful}", tmp_path)
+    assert not canary.exists()
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-1000])
+    for command in (SINGLE, f"{SPAWN} -g 2"):
+        assert "it is broken" in refused(f"{command} --synthetic 320 --resume log/last.pt", tmp_path)
+    output = run(f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume auto", cwd=tmp_path)
+    assert f"skipped log/{newest.name}: it is broken" in output
+    assert f"resumed from log/{previous.name} after epoch 1" in output
+    assert (log / f"{newest.name}.broken").read_bytes() == whole[:-1000], "it is set aside, and not lost"
+    for path in checkpoints.committed(log):
+        path.write_bytes(b"")
+    before = sorted(log.iterdir())
+    output = run(f"{SPAWN} -g 2 --synthetic 320 --log-dir log --resume auto", cwd=tmp_path, status=2)
+    assert output.count("skipped") == 3
+    assert output.splitlines()[-1].endswith("take another folder for that")
+    assert sorted(log.iterdir()) == before
+
+
+def test_folders_of_another_run(log, tmp_path):
+    assert "of another run" in refused(f"{SINGLE} --synthetic 320 --log-dir log", tmp_path)
+    assert "of another run" in refused(f"{SINGLE} --synthetic 320 --checkpoint-dir log", tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "results.json").write_text("not by a recipe")
-    assert "another run" in refused(f"{SINGLE} --synthetic 320 --log-dir mine", tmp_path)
-    run(f"{SINGLE} --synthetic 320 --epochs 1 --log-dir other", cwd=tmp_path)
+    assert "of another run" in refused(f"{SINGLE} --synthetic 320 --log-dir mine", tmp_path)
+    shutil.copytree(log, tmp_path / "other", symlinks=True)
+    (tmp_path / "other" / "results.json").write_text("of another run")
     assert "other/results.json is of another run" in refused(
-        f"{SINGLE} --synthetic 320 --epochs 2 --log-dir other --checkpoint-dir log --resume log/last.pt", tmp_path)
+        f"{SINGLE} --synthetic 320 --epochs 3 --log-dir other --checkpoint-dir log --resume log/last.pt", tmp_path)
+    _, previous = checkpoints.committed(log)
+    assert "is newer, and would be lost" in refused(
+        f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume {previous}", tmp_path)
+    (tmp_path / "weights").touch()
+    assert "is there already" in refused(f"{SINGLE} --synthetic 320 --export weights", tmp_path)
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29507"}
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    *((name, "", f"{name} is '', and not a whole number") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")),
+    ("RANK", "one", "RANK is 'one', and not a whole number"), ("LOCAL_RANK", "-1", "LOCAL_RANK is '-1'"),
+    ("WORLD_SIZE", "2.0", "WORLD_SIZE is '2.0'"), ("MASTER_PORT", "abc", "MASTER_PORT is 'abc'"),
+    ("RANK", "1", "rank 1 of 1"), ("LOCAL_RANK", "3", "local rank 3 of 1"), ("MASTER_PORT", "70000", "70000"),
+    *((name, None, f"{name} is not set: start it with a launcher") for name in LAUNCHED),
+])
+def test_wrong_environment(name, value, says, tmp_path):
+    """What torchrun sets, set by hand: the parser is that of every DDP recipe, so one of them and no torch start-up."""
+    environment = {**LAUNCHED, **({} if value is None else {name: value})}
+    if value is None:
+        del environment[name]
+    check = f"{sys.executable} -c 'from common import processes; processes.launched()'"
+    environment = [f"{key}={text}" for key, text in environment.items()]
+    shown = subprocess.run(["env", *environment, "sh", "-c", check], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 2, shown.stderr
+    assert says in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_port_in_use(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        line = refused(f"{SPAWN} -g 2 --synthetic 320", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        assert f"MASTER_PORT={port} (EADDRINUSE)" in line
+        where = {**LAUNCHED, "MASTER_PORT": port}
+        line = refused(f"python {ROOT}/mnist/ddp_launch.py --synthetic 320", tmp_path, **where)
+        assert f"MASTER_PORT={port} (EADDRINUSE)" in line
 
 
 def test_adasum_on_gloo(tmp_path):
@@ -154,57 +252,6 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
         (tmp_path / name).write_bytes(batch)
     assert "os.system" in refused(f"python {ROOT}/cifar10/single.py --data-dir {tmp_path}", tmp_path)
     assert not canary.exists()
-
-
-class Server:
-    """Serves a folder on a free port of this machine while a `with` block runs."""
-
-    def __init__(self, folder):
-        def handler(*args):
-            return Quiet(*args, directory=folder)
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever).start()
-        return f"http://127.0.0.1:{self.server.server_port}/"
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-def test_download(real_data, tmp_path, monkeypatch, capsys):
-    """From a server on this machine: whole files appear, wrong bytes do not."""
-    from torchvision.datasets import MNIST
-    from torchvision.datasets.utils import calculate_md5
-
-    raw, served = real_data("mnist") / "MNIST" / "raw", tmp_path / "served"
-    served.mkdir()
-    for path in raw.iterdir():
-        (served / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes(), compresslevel=1))
-    args = flags.parser("", "mnist", ("convnet",), 1, 1, 1, 0).parse_args(["--data-dir", str(tmp_path / "data")])
-    with Server(served) as url:
-        monkeypatch.setattr(MNIST, "mirrors", [url])
-        monkeypatch.setattr(MNIST, "resources",
-                            [(path.name, calculate_md5(path)) for path in sorted(served.iterdir())])
-        images = served / "t10k-images-idx3-ubyte.gz"
-        good = images.read_bytes()
-        images.write_bytes(good[:-1] + b"?")
-        with pytest.raises(SystemExit, match="2"):
-            data.download(args)
-        assert "bring the files" in capsys.readouterr().err
-        assert not (tmp_path / "data").exists(), "a download that failed leaves nothing"
-        images.write_bytes(good)
-        data.download(args)
-    for path in raw.iterdir():
-        assert (tmp_path / "data" / "MNIST" / "raw" / path.name).read_bytes() == path.read_bytes()
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["MNIST"], "no temporary folder is left"
 
 
 def test_help_shows_commands_groups_and_defaults(tmp_path):
