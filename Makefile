@@ -1,4 +1,5 @@
-# make demo: train on two processes. make test: prove every recipe. Both set up .venv first.
+# make demo: train on two processes. make test: prove every recipe. make fuzz: look longer for a checkpoint that does harm.
+# All set up .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a component that is missing fails the run instead of skipping its tests
@@ -31,4 +32,7 @@ $(VENV)/.tools: $(VENV)/.recipes tests/requirements.txt
 $(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
 	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
 
-.PHONY: demo test lint
+fuzz: $(VENV)/.tools
+	FUZZ=200000 $(VENV)/bin/python -m pytest -n 2 --timeout 0 tests/test_checkpoint.py -k fuzz
+
+.PHONY: demo test lint fuzz

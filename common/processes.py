@@ -37,6 +37,9 @@ def end_with_parent():
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        parent = mp.parent_process()
+        if parent and parent.pid != os.getppid():  # it was gone before it could be asked for
+            os._exit(1)
 
 
 def dump_on_signal():

@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine: whole files appear, and nothing of what was stalled, cut short or changed."""
+"""Downloads, from a server on this machine: whole files appear, and nothing of what was stalled, cut or changed."""
 
 import gzip
 import hashlib
@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+import torch
 from torchvision.datasets import CIFAR10, MNIST
 
 from common import data, flags
@@ -113,13 +114,19 @@ def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"], "nothing else is left"
 
 
+def download_alone(args):
+    torch.set_num_threads(1)  # OpenMP's threads did not come along in the fork
+    data.download(args)
+
+
 def test_two_processes(mnist, tmp_path, monkeypatch):
     """One downloads, the other waits; what a killed process left is swept."""
     (tmp_path / "data" / ".downloading-stale").mkdir(parents=True)
     with Server(mnist, "slow") as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         fork = multiprocessing.get_context("fork")
-        both = [fork.Process(target=data.download, args=(args_for("mnist", tmp_path / "data"),)) for _ in range(2)]
+        both = [fork.Process(target=download_alone, args=(args_for("mnist", tmp_path / "data"),), daemon=True)
+                for _ in range(2)]
         for process in both:
             process.start()
         for process in both:
