@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, processes, schedule
+from common import data, files, flags, models, processes, schedule
 from common.run import Run
 
 amp = flags.require("apex.amp", "initialize", flags.APEX)  # amp: an import that says in one line what is missing
@@ -78,7 +78,7 @@ def main():
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: level
     if local_rank == 0:
-        data.download(args)  # dist: one process per machine downloads ...
+        files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
     train, val = data.cifar10(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=3, size=32).to(device)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, failures, flags, models, processes, schedule
+from common import data, failures, files, flags, models, processes, schedule
 from common.run import Run
 
 
@@ -75,7 +75,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
-        data.download(args)  # dist: one process per machine downloads ...
+        files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
     train, val = data.cifar10(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=3, size=32).to(device)

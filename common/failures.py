@@ -7,13 +7,14 @@ import sys
 import time
 
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
-# What torch and Horovod say when the fault is not in the code: (pattern, the line to print, whether to let a rank that
-# knows the reason speak first). Every other exception keeps its traceback.
+# What is said when the fault is not in the code: (pattern, the line to print, whether to let a rank that knows the
+# reason speak first). Every other exception keeps its traceback, also one in a loader worker.
 KNOWN = [
     (r"DataLoader worker.*Bus error|unable to (allocate|resize|open) shared memory|/torch_.*No space left on device",
      "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
      False),
-    (r"(DataLoader worker .*)", "{0}: what killed it may be the memory limit of the job; try fewer --workers", False),
+    (r"(DataLoader worker \(pid.*)", "{0}: what killed it may be the memory limit of the job; try fewer --workers", False),
+    (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
      "out of memory: take a smaller --batch-size, or fewer processes", False),
     (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", False),
@@ -56,7 +57,7 @@ def fail_if_known(text):
     for pattern, line, wait in KNOWN:
         if found := re.search(pattern, text):
             fail(line.format(*found.groups(), **{"MASTER_PORT": os.environ.get("MASTER_PORT")}),
-                 status=2 if pattern == "EADDRINUSE" else 1, wait=wait)
+                 status=2 if pattern.startswith(("EADDRINUSE", "BrokenImage")) else 1, wait=wait)
 
 
 def excepthook(kind, error, traceback):

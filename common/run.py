@@ -272,6 +272,7 @@ class Run:
                     schedule.seek(part, saved["epoch"])
             name = "position"
             self.step, self.sums, self.id, self.epochs = (saved[key] for key in ("step", "sums", "run", "epochs"))
+            self._best_first()  # the figures, too, are what it needs
             if self.rank < saved["world_size"]:  # a rank that is new draws from its own seed
                 self._set_random_state(saved["random_states"][self.rank])
             return saved["epoch"]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, processes, schedule
+from common import data, files, flags, models, processes, schedule
 from common.run import Run
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # amp: fp16 has more digits, bf16 more range
@@ -77,7 +77,7 @@ def main():
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     run = Run(args, "DDP + torch.amp", launcher, device, rank, world_size, dist.all_reduce)  # amp: for the first line
     if local_rank == 0:
-        data.download(args)  # dist: one process per machine downloads ...
+        files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
     train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
     model = models.build(args, channels=1, size=28).to(device)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, failures, flags, models, schedule
+from common import data, failures, files, flags, models, schedule
 from common.run import Run
 
 hvd = flags.require("horovod.torch", "init", flags.HOROVOD)  # dist: an import that says in one line what is missing
@@ -68,7 +68,7 @@ def main():
     run = Run(args, "Horovod", "mpirun" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
               lambda sums: hvd.allreduce_(sums, op=hvd.Sum))  # dist: for sums over all ranks
     if hvd.local_rank() == 0:
-        data.download(args)  # dist: one process per machine downloads ...
+        files.download(args)  # dist: one process per machine downloads ...
     hvd.barrier()  # dist: ... while the others wait
     train, val = data.mnist(args, device, hvd.rank(), hvd.size())  # dist: each rank reads a share of its own
     model = models.build(args, channels=1, size=28).to(device)

@@ -1,14 +1,18 @@
 """The fast pipeline gives what the usual one gives, each image once, the same on any number of processes."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from launch import ROOT, need_horovod, run, strategies
+from PIL import Image
 from torchvision import transforms
 
-from common import checkpoint, data, flags, models, schedule
+from common import data, files, flags, models, schedule
 from common.metrics import Metrics
 
 CPU = torch.device("cpu")
@@ -134,14 +138,6 @@ def test_models(name, parameters):
     assert counted == parameters
 
 
-def test_a_save_that_fails_keeps_the_checkpoint_before_it(tmp_path):
-    checkpoint.save(tmp_path / "last.pt", {"epoch": 1})
-    with pytest.raises(Exception, match="pickle"):
-        checkpoint.save(tmp_path / "last.pt", {"epoch": 2, "bad": lambda: 0})
-    assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
-
-
 @pytest.mark.parametrize("strategy", ["single", "ddp_launch", "hvd_gloo"])
 def test_real_mnist(strategy, real_data, tmp_path):
     if strategy.startswith("hvd"):
@@ -159,3 +155,52 @@ def test_real_cifar10(real_data, tmp_path):
     epoch, = json.loads((tmp_path / "log" / "results.json").read_text())["epochs"]
     assert epoch["val"]["images"] == 10_000
     assert epoch["val"]["accuracy"] >= 0.45
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """An image tree of two classes with two images each, for training and validation."""
+    for name in ("train/cat/1.JPEG", "train/cat/2.JPEG", "train/dog/1.JPEG", "val/cat/1.JPEG", "val/dog/1.JPEG"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 6), (200, 100, 0)).save(tmp_path / name)
+    return tmp_path
+
+
+def test_image_tree(tree):
+    train, val = files.image_tree(tree)
+    assert train.classes == val.classes == ["cat", "dog"]
+    assert [label for _, label in train] == [0, 0, 1]
+    assert all(image.size == (8, 6) for image, _ in (*train, *val))
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda tree: shutil.rmtree(tree / "train"), "train: "),
+    (lambda tree: [shutil.rmtree(tree / "val" / name) for name in ("cat", "dog")], "val: Couldn't find any class"),
+    (lambda tree: (tree / "train" / "dog" / "1.JPEG").unlink(), "train: Found no valid file for the classes dog"),
+    (lambda tree: shutil.rmtree(tree / "val" / "dog"), "val/dog is not there, and"),
+    (lambda tree: shutil.rmtree(tree / "train" / "cat"), "train/cat is not there, and"),
+])
+def test_image_tree_that_is_not_one(spoil, says, tree, capsys):
+    spoil(tree)
+    with pytest.raises(SystemExit, match="2"):
+        files.image_tree(tree)
+    line = capsys.readouterr().err
+    assert says in line
+    assert str(tree) in line
+    assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("content", [b"", b"no image", None], ids=["empty", "text", "cut short"])
+def test_corrupt_image(workers, content, tree):
+    """It ends the run with one line that names it, in a loader worker as well."""
+    path = tree / "train" / "dog" / "1.JPEG"
+    path.write_bytes(path.read_bytes()[:300] if content is None else content)
+    program = ("import sys; from torch.utils.data import DataLoader; from common import failures, files\n"
+               "sys.excepthook = failures.excepthook\n"
+               f"train, val = files.image_tree({str(tree)!r})\n"
+               f"for _ in DataLoader(train, 1, num_workers={workers}, collate_fn=list): pass")
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 2, shown.stderr
+    assert f"{path} is not an image that can be read" in shown.stderr
+    assert shown.stderr.count("\n") == 1

@@ -149,7 +149,7 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
 
 def test_slow_download(tmp_path):
     """--timeout is for training: while one process prepares the data the others wait as long as it takes."""
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", "        data.download(args)  #",
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", "        files.download(args)  #",
                         "        __import__('time').sleep(6)  #")
     run(f"{strategies(2, copy)['ddp_launch']} {SHORT} --epochs 1 --timeout 3", cwd=tmp_path)
 

@@ -13,7 +13,7 @@ import torch
 from launch import ROOT, Job, checkpoint, commands, need_horovod, run
 
 from common import checkpoint as checkpoints
-from common import data
+from common import files
 
 SINGLE = f"python {ROOT}/mnist/single.py"
 SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
@@ -238,7 +238,7 @@ def test_truncated_mnist(real_data, tmp_path):
 
 
 def test_a_batch_of_another_kind(tmp_path):
-    for name in data.CIFAR10_FILES:
+    for name in files.CIFAR10_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(pickle.dumps({"images": []}))
     assert "is broken (KeyError" in refused(f"python {ROOT}/cifar10/single.py --data-dir {tmp_path}", tmp_path)
@@ -247,7 +247,7 @@ def test_a_batch_of_another_kind(tmp_path):
 def test_a_pickle_that_runs_code_is_refused(tmp_path):
     canary = tmp_path / "canary"
     batch = b"cos\nsystem\n(S'touch %s'\ntR." % str(canary).encode()
-    for name in data.CIFAR10_FILES:
+    for name in files.CIFAR10_FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(batch)
     assert "os.system" in refused(f"python {ROOT}/cifar10/single.py --data-dir {tmp_path}", tmp_path)

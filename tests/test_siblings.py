@@ -135,7 +135,10 @@ def test_no_file_shadows_a_package():
 
 
 def test_sizes():
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 900
+    """A copied recipe takes all of common/ along: a person reads it in an hour, and each file in one go."""
+    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
+    assert sum(lines.values()) < 1450
+    assert max(lines.values()) <= 350
 
 
 def test_no_word_of_another_dataset():
