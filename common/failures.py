@@ -13,7 +13,7 @@ KNOWN = [
     (r"DataLoader worker.*Bus error|unable to (allocate|resize|open) shared memory|/torch_.*No space left on device",
      "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
      False),
-    (r"(DataLoader worker \(pid.*)", "{0}: what killed it may be the memory limit of the job; try fewer --workers", False),
+    (r"(DataLoader worker \(pid.*)", "{0}: it may have met the memory limit of the job; try fewer --workers", False),
     (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
      "out of memory: take a smaller --batch-size, or fewer processes", False),
