@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import socket
@@ -136,7 +137,7 @@ class Run:
         done = 0
         if data.epoch is not None and self.step:
             done, self.step = self.step, 0
-            metrics.load_state(self.sums[self.rank])
+            metrics.load_state(self.sums)
         iterator = data.from_step(done)
         with tqdm(total=len(data), initial=done, unit="step", leave=False,
                   disable=None if self.rank == 0 else True) as bar:
@@ -181,6 +182,9 @@ class Run:
                   f"train loss {train['loss']:.4f} accuracy {train['accuracy']:.2%} | "
                   f"val loss {val['loss']:.4f} accuracy {val['accuracy']:.2%} | "
                   f"{rate:,.0f} images/s | {seconds:.1f} s | {train['data_wait']:.0%} waiting for data", flush=True)
+        if not math.isfinite(val["loss"]):  # over all ranks, so that each of them ends here
+            failures.fail(f"the validation loss of epoch {epoch + 1} is not finite: the last checkpoint is from before "
+                          "it; take a smaller --lr, or look at the data", status=1)
         if self.args.dry_run:
             return
         self._spare(self._log_scalars, epoch + 1, {
@@ -266,12 +270,16 @@ class Run:
             if differ:
                 raise ValueError(f"{len(differ)} weights differ, among them {', '.join(differ[:3])}")
             for name, part in self.state.items():
-                if name != "scheduler" or saved["world_size"] == self.world_size:
-                    part.load_state_dict(saved[name])
-                else:
+                if name == "scheduler" and saved["world_size"] != self.world_size:
                     schedule.seek(part, saved["epoch"])
+                elif name == "scheduler" and saved[name]["steps_per_epoch"] != part.steps_per_epoch:
+                    raise ValueError(f"{saved[name]['steps_per_epoch']} steps in an epoch, and {part.steps_per_epoch} "
+                                     "here: the data set has another number of images")
+                else:
+                    part.load_state_dict(saved[name])
             name = "position"
-            self.step, self.sums, self.id, self.epochs = (saved[key] for key in ("step", "sums", "run", "epochs"))
+            self.step, self.id, self.epochs = saved["step"], saved["run"], saved["epochs"]
+            self.sums = saved["sums"][self.rank] if self.step else None
             self._best_first()  # the figures, too, are what it needs
             if self.rank < saved["world_size"]:  # a rank that is new draws from its own seed
                 self._set_random_state(saved["random_states"][self.rank])

@@ -131,6 +131,8 @@ def test_checkpoint_of_another_run(log, tmp_path):
     for part in ("model", "optimizer", "scheduler", "random_states", "epochs"):
         path = altered(log, **{part: None})
         assert "does not fit" in refused(f"{SINGLE} --synthetic 320 --resume {path}", tmp_path)
+    fewer = altered(log, scheduler={**checkpoint(log)["scheduler"], "steps_per_epoch": 4})
+    assert "another number of images" in refused(f"{SINGLE} --synthetic 320 --resume {fewer}", tmp_path)
     for part in ("arguments", "world_size"):
         path = altered(log, **{part: {}})
         refused(f"{SINGLE} --synthetic 320 --resume {path}", tmp_path)
