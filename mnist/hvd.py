@@ -80,7 +80,7 @@ def main():
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     start_epoch = run.start(state)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: all start from rank 0's weights
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights; all have loaded the momentum
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
         train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
