@@ -3,8 +3,10 @@
 import atexit
 import os
 import re
+import signal
 import sys
 import time
+import traceback
 
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
 # What is said when the fault is not in the code: (pattern, the line to print, whether to let a rank that knows the
@@ -14,14 +16,14 @@ KNOWN = [
      "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
      False),
     (r"(DataLoader worker \(pid.*)", "{0}: it may have met the memory limit of the job; try fewer --workers", False),
+    (r"multiprocessing/resource_sharer",  # it was killed while it handed a batch over
+     "a loader worker is gone: it may have met the memory limit of the job; try fewer --workers", False),
     (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
      "out of memory: take a smaller --batch-size, or fewer processes", False),
     (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", False),
-    (r"closed by peer|reset by peer|Connection refused|Broken pipe|Socket closed|recvBytes|sendBytes|NCCL communicator|"
-     r"remote process exited|Horovod has been shut down|HorovodInternalError",
-     "another rank is gone: what it printed says why", True),
-    (r"Timed out waiting", "another rank did not come: what it printed says why", True),
+    (r"gloo/.*(by peer|refused|Broken pipe|Socket closed|Timed out)|DistNetworkError|DistStoreError|DistBackendError|"
+     r"Horovod has been shut down|HorovodInternalError", "another rank is gone: what it printed says why", True),
 ]
 
 
@@ -53,19 +55,21 @@ def end(status):
 
 
 def fail_if_known(text):
-    """End with one line where `text`, an exception's name and message, tells of a fault that is not in the code."""
+    """End with one line where `text` (an exception's name, message and places) tells of a fault outside the code."""
     for pattern, line, wait in KNOWN:
         if found := re.search(pattern, text):
             fail(line.format(*found.groups(), **{"MASTER_PORT": os.environ.get("MASTER_PORT")}),
                  status=2 if pattern.startswith(("EADDRINUSE", "BrokenImage")) else 1, wait=wait)
 
 
-def excepthook(kind, error, traceback):
+def excepthook(kind, error, trace):
     """For sys.excepthook: one line for a known fault, the traceback for any other."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises there when another loader worker ends
     collected, sys.stderr = sys.stderr, sys.__stderr__  # init_process_group's hook around this one collects the former
     try:
-        fail_if_known(f"{kind.__name__}: {error}")
+        places = " ".join(frame.filename for frame in traceback.extract_tb(trace))
+        fail_if_known(f"{kind.__name__}: {error}\n{places}")
     except SystemExit as end:
         os._exit(end.code)  # without the destructors of process groups, which can abort where a peer is gone
     sys.stderr = collected
-    sys.__excepthook__(kind, error, traceback)
+    sys.__excepthook__(kind, error, trace)

@@ -21,6 +21,7 @@ from common import failures
 
 def exit_on_ctrl_c():
     """Let Ctrl-C end this process with status 130 and without a traceback; last.pt is the newest whole checkpoint."""
+    dump_on_signal()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
         signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
