@@ -63,9 +63,9 @@ def download(args):
     except (OSError, RuntimeError, EOFError, KeyError, tarfile.TarError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
     finally:
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: who waits for it then takes a new one
         lock.release(force=True)
-        with contextlib.suppress(OSError):
-            Path(lock.lock_file).unlink()  # who waits for it finds the files there
     if reason:
         for path in new_folders:
             with contextlib.suppress(OSError):

@@ -105,7 +105,7 @@ class Run:
             if not resumed or resumed.resolve().parent != self.checkpoint_dir.resolve():
                 failures.fail(f"{self.checkpoint_dir} has checkpoints of another run: choose another --checkpoint-dir, "
                               "or --resume auto")
-            if not resumed.samefile(newest):
+            if newest and not resumed.samefile(newest):
                 failures.fail(f"--resume {self.args.resume}: {newest} is newer, and would be lost: take that one "
                               "(--resume auto), or another --log-dir and --checkpoint-dir")
         if self.args.export and not resumed and Path(self.args.export).exists():
