@@ -54,11 +54,11 @@ def download(args):
             lock.acquire(timeout=0)
         if not lock.is_locked:
             print(f"waiting for another process, which downloads to {folder}", flush=True)
-        with lock:
-            for stale in folder.glob(".downloading-*"):  # of a process that was killed: it held the lock
-                shutil.rmtree(stale)
-            if _missing(folder, files):
-                _fetch(args.dataset, folder, files)
+            lock.acquire()
+        for stale in folder.glob(".downloading-*"):  # of a process that was killed: it held the lock
+            shutil.rmtree(stale)
+        if _missing(folder, files):
+            _fetch(args.dataset, folder, files)
         reason = None
     except (OSError, RuntimeError, EOFError, KeyError, tarfile.TarError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's

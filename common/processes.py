@@ -45,7 +45,7 @@ def end_with_parent():
 
 def dump_on_signal():
     """Let kill -USR2 print where each thread of this process is. SIGUSR1 stays free for a scheduler's warning."""
-    faulthandler.register(signal.SIGUSR2)
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
 
 
 @contextlib.contextmanager
