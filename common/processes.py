@@ -78,10 +78,11 @@ class Watchdog(threading.Thread):
             time.sleep(1)
             self.idle += 1
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        here = str(Path(__file__).resolve().parents[1])
-        ours = [frame for frame in stack if os.path.abspath(frame.filename).startswith(here)]
-        where = ", ".join(f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
-                          for frame in (*ours[-1:], stack[-1]))
+        here = Path(__file__).resolve().parents[1]  # in it may be the virtual environment as well
+        ours = [frame for frame in stack if Path(frame.filename).resolve().is_relative_to(here)
+                and "site-packages" not in frame.filename]
+        places = (f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in (*ours[-1:], stack[-1]))
+        where = ", ".join(dict.fromkeys(places))
         with contextlib.suppress(SystemExit):
             failures.fail(f"no step in {self.seconds} s (--timeout): it hangs in {where}", wait=False)
         time.sleep(1)  # the other ranks, too, say where they are, before a launcher ends them
