@@ -65,7 +65,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    local_rank, local_world_size = processes.launched()  # dist: this process on its machine, from the environment
+    local_rank, local_world_size = processes.launched()  # dist: to take a device, and a share of the cores
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
     timeout = timedelta(hours=2)  # dist: enough for a download; in training --timeout rules
     if device.type == "cuda":

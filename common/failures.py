@@ -9,21 +9,21 @@ import time
 import traceback
 
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
-# What is said when the fault is not in the code: (pattern, the line to print, whether to let a rank that knows the
-# reason speak first). Every other exception keeps its traceback, also one in a loader worker.
+# What is said when the fault is not in the code: (pattern, the line to print, the status, whether to let a rank that
+# knows the reason speak first). Every other exception keeps its traceback, also one in a loader worker.
 KNOWN = [
     (r"DataLoader worker.*Bus error|unable to (allocate|resize|open) shared memory|/torch_.*No space left on device",
      "a loader worker found no room in /dev/shm: make it larger (docker run --shm-size), or take fewer --workers",
-     False),
-    (r"(DataLoader worker \(pid.*)", "{0}: it may have met the memory limit of the job; try fewer --workers", False),
+     1, False),
+    (r"(DataLoader worker \(pid.*)", "{0}: it may have met the memory limit of the job; try fewer --workers", 1, False),
     (r"multiprocessing/resource_sharer",  # it was killed while it handed a batch over
-     "a loader worker is gone: it may have met the memory limit of the job; try fewer --workers", False),
-    (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", False),
+     "a loader worker is gone: it may have met the memory limit of the job; try fewer --workers", 1, False),
+    (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", 2, False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
-     "out of memory: take a smaller --batch-size, or fewer processes", False),
-    (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", False),
+     "out of memory: take a smaller --batch-size, or fewer processes", 1, False),
+    (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", 2, False),
     (r"gloo/.*(by peer|refused|Broken pipe|Socket closed|Timed out)|DistNetworkError|DistStoreError|DistBackendError|"
-     r"Horovod has been shut down|HorovodInternalError", "another rank is gone: what it printed says why", True),
+     r"Horovod has been shut down|HorovodInternalError", "another rank is gone: what it printed says why", 1, True),
 ]
 
 
@@ -56,10 +56,9 @@ def end(status):
 
 def fail_if_known(text):
     """End with one line where `text` (an exception's name, message and places) tells of a fault outside the code."""
-    for pattern, line, wait in KNOWN:
+    for pattern, line, status, wait in KNOWN:
         if found := re.search(pattern, text):
-            fail(line.format(*found.groups(), **{"MASTER_PORT": os.environ.get("MASTER_PORT")}),
-                 status=2 if pattern.startswith(("EADDRINUSE", "BrokenImage")) else 1, wait=wait)
+            fail(line.format(*found.groups(), MASTER_PORT=os.environ.get("MASTER_PORT")), status, wait)
 
 
 def excepthook(kind, error, trace):
@@ -69,7 +68,7 @@ def excepthook(kind, error, trace):
     try:
         places = " ".join(frame.filename for frame in traceback.extract_tb(trace))
         fail_if_known(f"{kind.__name__}: {error}\n{places}")
-    except SystemExit as end:
-        os._exit(end.code)  # without the destructors of process groups, which can abort where a peer is gone
+    except SystemExit as stop:
+        os._exit(stop.code)  # without the destructors of process groups, which can abort where a peer is gone
     sys.stderr = collected
     sys.__excepthook__(kind, error, trace)

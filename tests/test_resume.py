@@ -96,12 +96,11 @@ def test_another_world_size(tmp_path):
     assert largest_difference(saved["model"], checkpoint(tmp_path / "two")["model"]) < 1e-5
     assert saved["scheduler"]["last_epoch"] == 4 * 10
     # and with the usual scaling on more ranks: the rate is that of the new run at the same epoch
-    run(f"{SPAWN} -g 3 -b 32 {common.replace('none', 'linear')} --log-dir three", cwd=tmp_path)
-    linear = "--synthetic 640 --model lenet --lr 0.04 --epochs 4 --device cpu -b 32 --resume three/last.pt"
-    linear = linear.replace("three/last.pt", str(next((tmp_path / "three").glob("epoch-0003-*"))))
-    run(f"{SPAWN} -g 1 {linear} --log-dir back", cwd=tmp_path)
-    whole = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --lr 0.04 --epochs 4 --device cpu -b 32"
-    run(f"{whole} --log-dir whole", cwd=tmp_path)
+    linear = common.replace("none", "linear")
+    run(f"{SPAWN} -g 3 -b 32 {linear} --log-dir three", cwd=tmp_path)
+    third = next((tmp_path / "three").glob("epoch-0003-*"))
+    run(f"{SPAWN} -g 1 -b 32 {linear} --resume {third} --log-dir back", cwd=tmp_path)
+    run(f"python {ROOT}/mnist/single.py -b 32 {linear} --log-dir whole", cwd=tmp_path)
     assert [epoch["lr"] for epoch in checkpoint(tmp_path / "back")["epochs"]][3:] == \
            [epoch["lr"] for epoch in checkpoint(tmp_path / "whole")["epochs"]][3:]
 
