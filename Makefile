@@ -5,6 +5,7 @@ PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a component that is missing fails the run instead of skipping its tests
 REQUIRE_ALL ?=
 export REQUIRE_ALL
+SCRIPTS = $(wildcard scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=2 mnist/ddp_launch.py --synthetic --epochs 3 --device cpu
@@ -17,8 +18,8 @@ test: $(VENV)/.tools $(VENV)/.horovod
 
 lint: $(VENV)/.tools
 	$(VENV)/bin/ruff check .
-	bash -n scripts/*.sh .ci/run
-	if command -v shellcheck > /dev/null; then shellcheck scripts/*.sh .ci/run; else test -z "$(REQUIRE_ALL)"; fi
+	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
+	if command -v shellcheck > /dev/null; then shellcheck $(SCRIPTS); else test -z "$(REQUIRE_ALL)"; fi
 
 $(VENV)/.recipes: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -73,7 +73,8 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
         dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
     else:
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
+    run = Run(args, "DDP", "mp.spawn", device, rank, world_size,
+              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: begins to sum over all ranks; and waits
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -82,8 +83,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch
@@ -105,6 +105,6 @@ if __name__ == "__main__":
     os.environ.setdefault("MASTER_PORT", str(processes.free_port()))  # dist: on one machine any free port will do
     if args.nr == 0:
         processes.check_port()  # dist: rank 0 listens there, and would say in many lines that it cannot
-    with processes.ctrl_c_ignored():  # dist: by the new processes, which this one then ends
+    with processes.signals_ignored():  # dist: by the new processes, which this one ends on Ctrl-C
         context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
     processes.join(context)  # dist: until all of them have ended, or one has failed

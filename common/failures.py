@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # torchrun, horovodrun --gloo, mpirun
+RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # torchrun, horovodrun, mpirun, srun
 # What is said when the fault is not in the code: (pattern, the line to print, the status, whether to let a rank that
 # knows the reason speak first). Every other exception keeps its traceback, also one in a loader worker.
 KNOWN = [
@@ -49,7 +49,7 @@ def end(status):
     """End this process; one of several ranks without clean-up, as a process group whose peers are gone can abort."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(name in os.environ for name in RANK_VARIABLES):
+    if status and any(name in os.environ for name in RANK_VARIABLES):
         atexit.register(os._exit, status)  # what is registered last runs first
     sys.exit(status)
 

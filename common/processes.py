@@ -18,10 +18,12 @@ import torch.multiprocessing as mp
 
 from common import failures
 
+warned = False  # whether SIGUSR1 came, which a scheduler sends before it takes the machine away
+
 
 def exit_on_ctrl_c():
     """Let Ctrl-C end this process with status 130 and without a traceback; last.pt is the newest whole checkpoint."""
-    dump_on_signal()
+    hear_signals()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored on purpose, as under nohup
         signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
@@ -32,7 +34,7 @@ def end_with_parent():
     A handler in Python waits until the all-reduce returns that this rank is in, and that waits for a rank that is gone.
     So do the workers of a launcher that got SIGKILL, on a busy GPU.
     """
-    dump_on_signal()
+    hear_signals()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -43,19 +45,27 @@ def end_with_parent():
             os._exit(1)
 
 
-def dump_on_signal():
-    """Let kill -USR2 print where each thread of this process is. SIGUSR1 stays free for a scheduler's warning."""
+def hear_signals():
+    """Let kill -USR1 stop the run, with a checkpoint, and -USR2 print where each thread of this process is."""
+    signal.signal(signal.SIGUSR1, note_warning)
+    signal.siginterrupt(signal.SIGUSR1, False)  # no library that is in a system call need know of it
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
 
 
+def note_warning(*_):
+    global warned
+    warned = True
+
+
 @contextlib.contextmanager
-def ctrl_c_ignored():
-    """Ignore Ctrl-C in the `with` block, and for good in the processes that are started in it."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def signals_ignored():
+    """Ignore Ctrl-C and SIGUSR1 in the `with` block, and in processes started in it until they hear them."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Watchdog(threading.Thread):
@@ -92,9 +102,11 @@ class Watchdog(threading.Thread):
 def join(context):
     """Wait for the processes of `mp.spawn(..., join=False)`; end them all when one fails, or on Ctrl-C.
 
+    A SIGUSR1 is passed on to them.
     Ends with the status of a process that ended with one, as it has said why; an exception in one is raised here.
     """
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # no line for each that is ended
+    signal.signal(signal.SIGUSR1, lambda *_: [os.kill(pid, signal.SIGUSR1) for pid in context.pids()])
     try:
         while not context.join():
             pass

@@ -20,24 +20,22 @@ from tqdm import tqdm
 
 from common import checkpoint, failures, processes, schedule
 from common.metrics import Metrics
+from common.ranks import Ranks, not_distributed
 
 tqdm.set_lock(threading.RLock())  # its own one takes a semaphore, which a process that is ended leaves behind
-
-
-def not_distributed(tensor):
-    """The all-reduce of a run of one process: the sum over all ranks is what it has."""
 
 
 class Run:
     """Prints, logs and saves on rank 0, for all ranks.
 
     Every rank makes one and calls the same methods in the same order. What needs all ranks goes through `all_reduce`,
-    a function that sums a tensor over the ranks in place; this is the only line to other processes that `common` has.
+    which begins to sum a tensor over the ranks, in place, and returns a function that waits for the end of it.
     """
 
     def __init__(self, args, strategy, launcher, device, rank=0, world_size=1, all_reduce=not_distributed):
         self.args, self.strategy, self.launcher, self.device = args, strategy, launcher, device
-        self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
+        self.rank, self.world_size = rank, world_size
+        self.ranks = Ranks(device, rank, world_size, all_reduce)
         self.epochs = []  # per-epoch figures, for results.json
         self.id = uuid.uuid4().hex  # in results.json and in checkpoints: which belong together
         self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
@@ -45,19 +43,19 @@ class Run:
         self.writer, self.warned = None, False
         self.watchdog = processes.Watchdog(args.timeout)
 
-    def start(self, state):
+    def start(self, **state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
 
-        `state` is a dict of what a checkpoint holds: objects with a state_dict, among them "model", "optimizer" and
-        "scheduler". Returns the epoch to begin with: 0, or where the resumed run stopped.
+        `state` is what a checkpoint holds: objects with a state_dict, among them model, optimizer and scheduler.
+        Returns the epoch to begin with: 0, or where the resumed run stopped.
         """
         self.state = state
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
         folder = self.args.checkpoint_dir or self.args.log_dir
         epoch, resumed = 0, None
         if self.args.resume:
-            found = self._on_rank_0(checkpoint.find, self.args.resume, folder and Path(folder))
-            content = self._from_rank_0(found[1] if found else b"")
+            found = self.ranks.on_rank_0(checkpoint.find, self.args.resume, folder and Path(folder))
+            content = self.ranks.from_rank_0(found[1] if found else b"")
             if content:
                 saved = checkpoint.unpack(content)
                 checkpoint.check(saved, self.args.resume, self.args, self.world_size)
@@ -65,12 +63,14 @@ class Run:
                 if self.rank == 0:
                     resumed, _, self.broken = found
         args, lr = self.args, state["scheduler"].base_lrs[0]
+        self.hosts = self.ranks.gather_names(socket.gethostname())
         if args.dry_run:
             args.epochs = epoch + 1
         else:
-            self._on_rank_0(self._open_folders, resumed)
+            self.ranks.on_rank_0(self._open_folders, resumed)
         if self.rank == 0:
-            print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size} | "
+            hosts = f" on {len(self.hosts)} hosts" if len(self.hosts) > 1 else ""
+            print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size}{hosts} | "
                   f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process, "
                   f"{args.batch_size * self.world_size} global | learning rate {lr:g}")
             if resumed:
@@ -126,13 +126,13 @@ class Run:
 
     def metrics(self):
         """Empty sums for one pass over the data."""
-        return Metrics(self.device, self.all_reduce)
+        return Metrics(self.device, self.ranks.sum)
 
     def batches(self, data, metrics):
         """The batches of `data`, behind a progress bar where rank 0 has a terminal; the waiting goes to `metrics`.
 
-        In an epoch of training it also looks after the loss, and saves (--checkpoint-every); a resumed run goes on here
-        within its epoch.
+        In an epoch of training it also looks after the loss, saves (--checkpoint-every), and stops all ranks after the
+        same step when one was warned that it has to end; a resumed run goes on here within its epoch.
         """
         done = 0
         if data.epoch is not None and self.step:
@@ -158,15 +158,26 @@ class Run:
                     self._after_step(data.epoch, step, metrics, last=step == len(data))
 
     def _after_step(self, epoch, step, metrics, last):
+        stop = self.ranks.any_warned()
         save = self.args.checkpoint_every and step % self.args.checkpoint_every == 0 and not last
-        if save or last or step % self.args.log_interval == 0:
+        if save or stop or last or step % self.args.log_interval == 0:
             self._stop_unless_finite(metrics, f"epoch {epoch + 1}, by step {step}")
-        if save:
-            self._save(epoch, step, self._gather(metrics.state()))
+        if save or stop:
+            self._save(epoch, step, self.ranks.gather(metrics.state()))
+        if stop:
+            self._stop(f"epoch {epoch} and {step} steps")
+        if not last:
+            self.ranks.pass_warning_on()
+
+    def _stop(self, done):
+        """End all ranks with status 0, as all is saved: what started the run can start it again, and it goes on."""
+        if self.rank == 0:
+            print(f"stopped by SIGUSR1 after {done}: --resume {self.checkpoint_dir / 'last.pt'} goes on from there")
+        failures.end(0)
 
     def _stop_unless_finite(self, metrics, when):
         """End all ranks, at the same step, where the loss of one is infinite or not a number."""
-        ranks = self._gather(~metrics.finite()).nonzero().flatten().tolist()
+        ranks = self.ranks.gather(~metrics.finite()).nonzero().flatten().tolist()
         if ranks:
             failures.fail(f"the loss is not finite (rank {', '.join(map(str, ranks))}; {when}): the last checkpoint is "
                           "from before; take a smaller --lr, or look at the data", status=1)
@@ -194,6 +205,8 @@ class Run:
         self._spare(self._write_results)
         if epoch + 1 == self.args.epochs:
             self._export()
+        elif self.ranks.gather(torch.tensor(processes.warned)).any():
+            self._stop(f"epoch {epoch + 1}")
 
     def _best_first(self):
         """The epochs so far, that of the highest validation accuracy first."""
@@ -201,8 +214,8 @@ class Run:
 
     def _save(self, epoch, step, sums):
         """Save a checkpoint after `epoch` epochs and `step` steps; `sums` [ranks, 5] is what the metrics had there."""
-        random_states = self._gather(self._random_state())
-        self._on_rank_0(self._commit, {
+        random_states = self.ranks.gather(self._random_state())
+        self.ranks.on_rank_0(self._commit, {
             "epoch": epoch, "step": step, "sums": sums, "epochs": self.epochs, "random_states": random_states,
             "world_size": self.world_size, "arguments": vars(self.args), "run": self.id})
 
@@ -216,7 +229,7 @@ class Run:
 
     def _export(self):
         if self.args.export:
-            self._on_rank_0(self._write_weights)
+            self.ranks.on_rank_0(self._write_weights)
 
     def _write_weights(self):
         from safetensors.torch import save  # here: no other run needs the package
@@ -244,7 +257,7 @@ class Run:
             "run": self.id, "strategy": self.strategy, "launcher": self.launcher, "world_size": self.world_size,
             "arguments": vars(self.args), "command": sys.argv, "epochs": self.epochs,
             "versions": {"python": platform.python_version(), **installed("torch", "torchvision", "horovod", "apex")},
-            "hardware": {"host": socket.gethostname(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+            "hardware": {"hosts": self.hosts, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
                          "device": f"{self.device.type} ({self._hardware()})"},
         }
         checkpoint.write(self.log_dir / "results.json", (json.dumps(results, indent=2) + "\n").encode())
@@ -298,37 +311,6 @@ class Run:
         torch.set_rng_state(state[:size].clone())
         if self.device.type == "cuda" and state.numel() > size:
             torch.cuda.set_rng_state(state[size:].clone(), self.device)
-
-    def _gather(self, own):
-        """[ranks, ...]: the tensor `own` of each rank, on the CPU: each fills in its row, and the sum has them all."""
-        # int32 for what is smaller, as Horovod does not sum uint8
-        rows = torch.zeros(self.world_size, *own.shape, device=self.device,
-                           dtype=own.dtype if own.is_floating_point() else torch.int32)
-        rows[self.rank] = own
-        self.all_reduce(rows)
-        return rows.to("cpu", own.dtype)
-
-    def _from_rank_0(self, content):
-        """The bytes `content` of rank 0, on each rank: a broadcast is the sum where all others have zeros."""
-        size = int(self._gather(torch.tensor(float(len(content))).double())[0])
-        padded = bytearray(size + 4 - size % 4)
-        padded[:len(content)] = content
-        words = torch.frombuffer(padded, dtype=torch.int32).to(self.device)
-        self.all_reduce(words)
-        return words.cpu().numpy().tobytes()[:size]
-
-    def _on_rank_0(self, action, *args):
-        """What `action` returns on rank 0, and None on the others; where it ends the process, all ranks end."""
-        result, status = None, 0
-        if self.rank == 0:
-            try:
-                result = action(*args)
-            except SystemExit as end:
-                status = end.code
-        status = int(self._gather(torch.tensor(status))[0])
-        if status:
-            failures.end(status)
-        return result
 
 
 def installed(*packages):

@@ -76,7 +76,8 @@ def main():
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: level
+    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size,  # amp: level
+              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: begins to sum over all ranks; and waits
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -86,8 +87,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}  # amp: its scale
-    start_epoch = run.start(state)
+    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler, amp=amp)  # amp: its scale
     model = parallel.DistributedDataParallel(model)  # amp: the same, by Apex, for its fp16 gradients
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

@@ -59,8 +59,8 @@ def test_docstring_command(recipe, group, tmp_path):
         return
     assert status == [0] * len(group), output
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
-    names = {"--gloo": "horovodrun --gloo", "horovodrun": "(mpirun|horovodrun --gloo)",  # it takes MPI if there is one
-             "mpirun": "mpirun", "spawn.py": r"mp\.spawn", "torchrun": "torchrun",
+    names = {"--gloo": "horovodrun --gloo", "horovodrun": "(MPI|horovodrun --gloo)",  # it takes MPI if there is one
+             "mpirun": "MPI", "spawn.py": r"mp\.spawn", "torchrun": "torchrun",
              "torch.distributed.launch": r"torch\.distributed\.launch", "python": "python"}
     launcher = next(names[part] for part in names if part in group[0])
     world_size = 1 if recipe.name in ("single.py", "dp.py") else 2

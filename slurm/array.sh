@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# A job array: the same run with another seed, or another learning rate, in each task; one process on one GPU.
+#
+#     sbatch slurm/array.sh
+#     sbatch --array=0-9 slurm/array.sh mnist/single.py --epochs 10
+#     RATES="0.01 0.03 0.1" sbatch --array=0-2 slurm/array.sh mnist/single.py
+#
+# When they have ended: python scripts/gather.py runs/array-JOBID
+#
+# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+#SBATCH --job-name=array
+#SBATCH --array=0-3
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%A_%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+set -euo pipefail
+
+recipe=${1:-cifar10/single.py}
+this=(--seed "$SLURM_ARRAY_TASK_ID")
+if [ -n "${RATES:-}" ]; then
+    read -ra rates <<< "$RATES"
+    this=(--lr "${rates[$SLURM_ARRAY_TASK_ID]}")
+fi
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    python "$recipe" "${this[@]}" --resume auto \
+    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" "${@:2}"

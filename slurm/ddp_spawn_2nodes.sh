@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# DDP on several nodes without torchrun: srun starts the recipe on each, and its mp.spawn one process per GPU.
+#
+#     sbatch slurm/ddp_spawn_2nodes.sh
+#     sbatch --nodes=4 --gpus-per-node=8 slurm/ddp_spawn_2nodes.sh cifar10/ddp_spawn.py --epochs 10
+#     sbatch --gpus-per-node=0 slurm/ddp_spawn_2nodes.sh cifar10/ddp_spawn.py --synthetic   # two processes, on the CPUs
+#
+# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+#SBATCH --job-name=ddp_spawn
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+set -euo pipefail
+
+recipe=${1:-cifar10/ddp_spawn.py}
+processes=${SLURM_GPUS_ON_NODE:-2}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768, where Linux begins to give ports to whoever asks for any
+OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / processes))
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+# export NCCL_DEBUG=INFO         # when NCCL does not connect: prints which interfaces it takes
+# export NCCL_SOCKET_IFNAME=ib0  # when it takes the wrong one; GLOO_SOCKET_IFNAME on CPUs
+
+# shellcheck disable=SC2016  # $SLURM_NODEID is for the bash on each node, which says there which one it is
+exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    bash -c 'exec python "$@" -nr "$SLURM_NODEID"' python "$recipe" -n "$SLURM_NNODES" -g "$processes" \
+    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

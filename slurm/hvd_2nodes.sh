@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Horovod on several nodes: mpirun, or srun with PMIx, starts one process per GPU. A task of the job is a process.
+#
+#     sbatch slurm/hvd_2nodes.sh
+#     sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 slurm/hvd_2nodes.sh cifar10/hvd.py --epochs 10
+#     LAUNCHER=srun sbatch slurm/hvd_2nodes.sh
+#     sbatch --ntasks-per-node=2 --gpus-per-node=0 slurm/hvd_2nodes.sh cifar10/hvd.py --synthetic   # on the CPUs
+#
+# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+#SBATCH --job-name=hvd
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+set -euo pipefail
+
+recipe=${1:-cifar10/hvd.py}
+launch=(mpirun --bind-to none)  # else it binds each process, with all its threads, to one core
+if [ "${LAUNCHER:-mpirun}" = srun ]; then  # where SLURM and Open MPI have the same PMIx: srun --mpi=list
+    launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
+fi
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+# export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints which interfaces it takes
+# export NCCL_SOCKET_IFNAME=ib0             # when it takes the wrong one
+# export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI takes the wrong one: it hangs at the start
+
+exec slurm/requeue.sh "${launch[@]}" \
+    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# One process on one GPU.
+#
+#     sbatch slurm/single.sh
+#     sbatch --time=01:00:00 slurm/single.sh mnist/single.py --epochs 10
+#     sbatch --gpus-per-node=0 slurm/single.sh cifar10/single.py --synthetic   # on a CPU
+#
+# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+#SBATCH --job-name=single
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@60
+set -euo pipefail
+
+recipe=${1:-cifar10/single.py}
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+
+exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
