@@ -25,6 +25,7 @@ KNOWN = [
     (r"gloo/.*(by peer|refused|Broken pipe|Socket closed|Timed out)|DistNetworkError|DistStoreError|DistBackendError|"
      r"Horovod has been shut down|HorovodInternalError", "another rank is gone: what it printed says why", 1, True),
 ]
+ended = False  # whether this is one of several ranks, and has called `end`
 
 
 def own_rank():
@@ -46,12 +47,21 @@ def fail(message, status=2, wait=None):
 
 
 def end(status):
-    """End this process; one of several ranks without clean-up, as a process group whose peers are gone can abort."""
+    """End this process; one of several ranks without the destructors of its process group, which can abort."""
+    global ended
     sys.stdout.flush()
     sys.stderr.flush()
-    if status and any(name in os.environ for name in RANK_VARIABLES):
-        atexit.register(os._exit, status)  # what is registered last runs first
+    if any(name in os.environ for name in RANK_VARIABLES):
+        ended = True
+        if status:  # a peer may be gone, for which exit handlers would wait
+            atexit.register(os._exit, status)  # what is registered last runs first
     sys.exit(status)
+
+
+@atexit.register  # before any library registers something: this runs last, after Horovod has ended MPI
+def skip_destructors():
+    if ended:
+        os._exit(0)
 
 
 def fail_if_known(text):

@@ -9,16 +9,17 @@ import json
 import sys
 from pathlib import Path
 
-folders = [Path(argument) for argument in sys.argv[1:]]
-runs = [(file.parent, json.loads(file.read_text())) for folder in folders for file in sorted(folder.glob("*/results.json"))]
-if not runs:
-    sys.exit("gather.py: no */results.json there: give the folder of an array, runs/array-JOBID")
-arguments = [run["arguments"] for _, run in runs]
-own_to_each = "log_dir", "checkpoint_dir", "resume"
-names = [name for name in arguments[0] if name not in own_to_each and len({str(a.get(name)) for a in arguments}) > 1]
+files = [file for folder in sys.argv[1:] for file in sorted(Path(folder).glob("*/results.json"))]
+if not files:
+    print("gather.py: no run there: give the folder of an array, runs/array-JOBID", file=sys.stderr)
+    sys.exit(2)
+runs = [json.loads(file.read_text()) for file in files]
+arguments = [run["arguments"] for run in runs]
+of_a_run = "log_dir", "checkpoint_dir", "resume"
+names = [name for name in arguments[0] if name not in of_a_run and len({str(a.get(name)) for a in arguments}) > 1]
 print("| run |", *(f"{name} |" for name in names), "epochs | best val accuracy | last val loss |")
 print("| --- |" + " ---: |" * (len(names) + 3))
-for folder, run in runs:
+for file, run in zip(files, runs, strict=True):
     val = [epoch["val"] for epoch in run["epochs"]]
-    print(f"| {folder} |", *(f"{run['arguments'].get(name)} |" for name in names),
+    print(f"| {file.parent} |", *(f"{run['arguments'].get(name)} |" for name in names),
           f"{len(val)}/{run['arguments']['epochs']} | {max(v['accuracy'] for v in val):.2%} | {val[-1]['loss']:.4f} |")

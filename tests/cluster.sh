@@ -6,7 +6,7 @@
 #
 # It needs root, and Debian's slurm-wlm munge iproute2 openssh-server. Its daemons, links and mounts are in namespaces of
 # their own, which the kernel takes away when the command has ended, whatever ended it. The nodes say that they have
-# GPUs, so that SLURM takes GPU jobs, and torch sees none.
+# GPUs, so that SLURM takes GPU jobs, and torch sees none; with GPUS=0 they are nodes of a cluster without.
 set -euo pipefail
 if [ $$ != 1 ]; then
     exec unshare --fork --pid --kill-child --mount-proc --mount --net --uts "$0" "$@"
@@ -18,20 +18,21 @@ etc=/run/cluster
 mkdir -p $etc/{state,tmp.node1,tmp.node2} /run/{munge,sshd}
 hostname login
 
-# A bridge, and for each node a network namespace with one link to it
+# A bridge, and for each node a network namespace with one link to it. All have an eth0, as horovodrun asks the nodes
+# which interfaces they have in common, and then looks for those where it runs
 addresses="10.0.0.1 login
 10.0.0.11 node1
 10.0.0.12 node2"
 printf '127.0.0.1 localhost\n%s\n' "$addresses" > $etc/hosts
 mount --bind $etc/hosts /etc/hosts
 ip link set lo up
-ip link add switch type bridge
-ip addr add 10.0.0.1/24 dev switch
-ip link set switch up
+ip link add eth0 type bridge
+ip addr add 10.0.0.1/24 dev eth0
+ip link set eth0 up
 for node in node1 node2; do
     ip netns add $node
     ip link add link-$node type veth peer name eth0 netns $node
-    ip link set link-$node master switch up
+    ip link set link-$node master eth0 up
     ip -n $node link set lo up
     ip -n $node addr add 10.0.0.1${node#node}/24 dev eth0
     ip -n $node link set eth0 up
@@ -58,8 +59,6 @@ done
 dd if=/dev/urandom of=$etc/munge.key bs=1 count=1024 status=none
 chmod 700 $etc/munge.key
 munged --key-file=$etc/munge.key --log-file=$etc/munged.log --seed-file=$etc/munge.seed
-touch $etc/gpu{0..7}
-echo "Name=gpu File=$etc/gpu[0-7]" > $etc/gres.conf
 cat > $etc/slurm.conf <<END
 ClusterName=test
 SlurmctldHost=login(10.0.0.1)
@@ -72,7 +71,6 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 ReturnToService=2
 KillWait=10
-GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 StateSaveLocation=$etc/state
@@ -83,10 +81,15 @@ SlurmdLogFile=$etc/%n.log
 SlurmdSpoolDir=$etc/%n
 # One for each node, or \`srun --mpi=pmix\` finds the files of the other
 TmpFS=$etc/tmp.%n
-NodeName=node1 NodeAddr=10.0.0.11 CPUs=32 RealMemory=4000 Gres=gpu:8
-NodeName=node2 NodeAddr=10.0.0.12 CPUs=32 RealMemory=4000 Gres=gpu:8
 PartitionName=all Nodes=ALL Default=YES
+NodeName=DEFAULT CPUs=32 RealMemory=4000
 END
+if [ "${GPUS:-8}" != 0 ]; then
+    touch $etc/gpu{0..7}
+    echo "Name=gpu File=$etc/gpu[0-7]" > $etc/gres.conf
+    printf 'GresTypes=gpu\nNodeName=DEFAULT Gres=gpu:8\n' >> $etc/slurm.conf
+fi
+printf 'NodeName=node%s NodeAddr=10.0.0.1%s\n' 1 1 2 2 >> $etc/slurm.conf
 mkdir -p /etc/slurm
 mount --bind $etc /etc/slurm
 slurmctld

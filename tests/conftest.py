@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from cluster import Cluster, need_cluster
 from launch import ROOT, need
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -18,3 +19,10 @@ def real_data(tmp_path_factory):
         return folder
 
     return unpack
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    need_cluster()
+    with Cluster() as cluster:
+        yield cluster

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 
@@ -58,6 +59,37 @@ def test_ten_kills(strategy, tmp_path):
             assert [epoch[pass_][figure] for epoch in whole["epochs"]] == \
                    [epoch[pass_][figure] for epoch in resumed["epochs"]]
     assert json.loads((tmp_path / "part" / "results.json").read_text())["epochs"] == resumed["epochs"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch --workers 1", "hvd_gloo", "hvd_mpi"])
+def test_warned_and_resumed(strategy, tmp_path):
+    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
+    strategy, _, flag = strategy.partition(" ")
+    if strategy.startswith("hvd"):
+        need_horovod(strategy)
+    recipes = ROOT / RUNS[strategy]
+    command = {"single": f"python {recipes}/single.py", **strategies(2, recipes)}[strategy]
+    command += f" --synthetic 4096 --epochs 8 --model lenet --device cpu --resume auto {flag}"
+    run(f"{command} --log-dir whole", cwd=tmp_path)
+    job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
+    job.wait_for("epoch 2/")
+    told = job.process  # passes it on to the ranks, or is the only one
+    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not, and SLURM reaches the ranks behind them
+        told = next(process for process in job.alive()
+                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(process.cmdline()[:3]))
+                    and not process.name().startswith("sh")
+                    and process.cmdline() != process.parent().cmdline())  # which a loader worker's is
+    told.send_signal(signal.SIGUSR1)
+    assert job.finish(30) == 0, job.output()
+    assert job.output().count("stopped by SIGUSR1 after epoch") == 1
+    assert "Traceback" not in job.output()
+    stopped = (tmp_path / "part" / "last.pt").resolve().name
+    assert f"resumed from part/{stopped}" in run(f"{command} --log-dir part", cwd=tmp_path)
+    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
+    assert_same(whole["model"], resumed["model"])
+    losses, again = ([epoch["train"]["loss"] for epoch in saved["epochs"]] for saved in (whole, resumed))
+    assert losses == again
+    assert len(losses) == 8
 
 
 def weights(saved):

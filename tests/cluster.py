@@ -1,0 +1,113 @@
+"""A SLURM cluster of two nodes (cluster.sh), and jobs on it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import DATASETS, MARK, ROOT, need
+
+
+def need_cluster():
+    there = os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd")))
+    need(there, "root, and apt-get install slurm-wlm munge iproute2 openssh-server, for a SLURM cluster")
+
+
+def link_repository(folder):
+    """Give a folder what the repository has, so that what a job writes is not in the repository."""
+    for name in ("slurm", "scripts", "common", *(dataset.name for dataset in DATASETS)):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+
+
+class Cluster:
+    """tests/cluster.sh, which is there until it is closed, and what a user does on its login node."""
+
+    def __init__(self, **environment):
+        self.mark = uuid.uuid4().hex
+        self.environment = {
+            **os.environ, **environment, MARK: self.mark, "CUDA_VISIBLE_DEVICES": "",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.process = subprocess.Popen([ROOT / "tests" / "cluster.sh", "sh", "-c", "echo ready; exec cat"], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
+        assert self.process.stdout.readline() == "ready\n", "tests/cluster.sh did not start"
+        self.init = psutil.Process(self.process.pid).children()[0].pid
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait(10)
+
+    def command(self, command):
+        """What runs a shell command on the login node."""
+        return ["nsenter", f"--target={self.init}", "--mount", "--net", "--uts", "--pid", "bash", "-c", command]
+
+    def run(self, command, cwd=ROOT, status=0, **environment):
+        """What a command prints that ends with `status`."""
+        done = subprocess.run(self.command(f"cd {cwd}; {command}"), env={**self.environment, **environment},
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
+        assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+class SlurmJob:
+    """A job, submitted in a folder that has what the repository has."""
+
+    def __init__(self, cluster, folder, arguments, **environment):
+        link_repository(folder)
+        self.cluster, self.folder = cluster, folder
+        self.id = cluster.run(f"sbatch --parsable {arguments}", folder, **environment).strip()
+
+    def shown(self, name):
+        """A field of `scontrol show job`."""
+        return re.search(rf"\b{name}=(\S+)", self.cluster.run(f"scontrol show job {self.id}"))[1]
+
+    def log(self):
+        return "".join(file.read_text() for file in self.folder.glob(f"*-{self.id}*.out"))
+
+    def wait_for(self, text, timeout=60, count=1):
+        """Return once its log has the regular expression `text`, `count` times."""
+        end = time.monotonic() + timeout
+        while len(re.findall(text, self.log(), re.MULTILINE)) < count:
+            assert time.monotonic() < end, f"no '{text}' in {timeout} s:\n{self.log()}"
+            time.sleep(0.1)
+
+    def finish(self, state="COMPLETED", timeout=120):
+        """Wait until it has ended, with `state`; returns its log."""
+        end = time.monotonic() + timeout
+        while (now := self.shown("JobState")) in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"):
+            if time.monotonic() > end:
+                self.cluster.run(f"scancel {self.id}")
+                pytest.fail(f"it still is {now} after {timeout} s:\n{self.log()}")
+            time.sleep(0.2)
+        assert now == state, f"{now}:\n{self.log()}"
+        return self.log()
+
+    def runs(self):
+        """The folder of the run, which has one results.json and the two newest checkpoints."""
+        found = list((self.folder / "runs").iterdir())
+        assert len(found) == 1
+        return found[0]
+
+    def ranks(self, node):
+        """The processes on a node that compute: those of the recipe itself, and not what started them."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                where = [environment.get(name) for name in (MARK, "SLURM_JOB_ID", "SLURMD_NODENAME")]
+                if where == [self.cluster.mark, self.id, node] \
+                        and re.search(r"python\S*( -u)? \S+/(ddp_launch|hvd)\.py", " ".join(process.cmdline())):
+                    found.append(process)
+            except psutil.Error:
+                pass
+        return found

@@ -1,0 +1,148 @@
+"""What happens to a job on a cluster, and what becomes of the run: no rank hangs, and it goes on where it was."""
+
+import re
+import signal
+import time
+
+import pytest
+from cluster import SlurmJob
+from launch import ROOT, changed_copy, checkpoint, need_horovod, run
+from test_faults import STEP
+from test_resume import assert_same
+
+# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe says where it is.
+SIZE = "--synthetic 640 --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu"
+SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.1')))\n"
+        "        print('step', scheduler.last_epoch, sys.modules['common.processes'].warned, flush=True)\n")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a run on two processes that nothing happens to.
+
+    Two, and not four, as these end with the same bits again: on more, DDP sums the gradients of the first step after a
+    start in another order, since it lays its buckets out anew after that step (unless find_unused_parameters=True).
+    """
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {SIZE} --log-dir log", cwd=folder)
+    return checkpoint(folder / "log")["model"]
+
+
+@pytest.fixture
+def slow_job(cluster, tmp_path):
+    """A function that starts the slow copy on two nodes, one process on each, and returns it in its second epoch."""
+    started = []
+
+    def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe="mnist/ddp_launch.py", **environment):
+        changed_copy(tmp_path, recipe, STEP, STEP + SLOW)
+        job = SlurmJob(cluster, tmp_path, f"--nodes=2 --gpus-per-node=1 --cpus-per-task=1 {sbatch} {file} {recipe} "
+                                          f"{SIZE} {flags}", **environment)
+        started.append(job)
+        job.wait_for("^epoch 1/")
+        return job
+
+    yield start
+    for job in started:
+        cluster.run(f"scancel {job.id}")
+
+
+def is_whole(job, undisturbed):
+    saved = checkpoint(job.runs())
+    assert_same(saved["model"], undisturbed)
+    assert [epoch["train"]["images"] for epoch in saved["epochs"]] == [640] * 20
+
+
+def test_worker_killed(slow_job):
+    job = slow_job(sbatch="--gpus-per-node=2")
+    job.ranks("node2")[-1].kill()
+    killed = time.monotonic()
+    log = job.finish("FAILED")
+    assert time.monotonic() - killed < 15
+    cause = log.split("Root Cause")[1]
+    assert re.search(r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL", cause), cause
+
+
+def test_worker_killed_and_restarted(slow_job, undisturbed):
+    job = slow_job(RESTARTS="2")
+    job.ranks("node2")[-1].kill()
+    job.wait_for("^resumed from", timeout=30)
+    job.finish()
+    is_whole(job, undisturbed)
+
+
+def test_link_down_for_8_seconds(slow_job, cluster, undisturbed):
+    job = slow_job()
+    cluster.run("ip link set link-node2 down; sleep 8; ip link set link-node2 up")
+    assert "resumed" not in job.finish()
+    is_whole(job, undisturbed)
+
+
+def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
+    job = slow_job("--timeout 20", RESTARTS="2")
+    cluster.run("ip link set link-node2 down; sleep 45; ip link set link-node2 up")
+    job.wait_for("^resumed from", timeout=90)
+    job.finish()
+    is_whole(job, undisturbed)
+
+
+def test_node_down(slow_job, cluster, undisturbed):
+    job = slow_job()
+    cluster.run("scontrol update nodename=node2 state=down reason=test")  # it comes back when SLURM looks at it again
+    job.wait_for("^resumed from", timeout=90)
+    job.finish()
+    assert job.shown("Restarts") == "1"
+    is_whole(job, undisturbed)
+
+
+def stopped_after(log):
+    """The step after which the last run in a log that was warned has stopped, which is soon."""
+    part = log.split("stopped by SIGUSR1")[-2].split("world size")[-1]
+    steps = [(int(step), warned == "True") for step, warned in re.findall(r"^step (\d+) (True|False)$", part, re.M)]
+    last = max(step for step, _ in steps)
+    assert last <= min(step for step, warned in steps if warned) + 1, "all stop one step after the first that knew"
+    return last
+
+
+def test_time_limit(slow_job, cluster, undisturbed):
+    """SLURM's own warning, 60 to 90 seconds before the end, when half of the run is done; then there is time enough."""
+    job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
+    job.wait_for("^stopped by SIGUSR1", timeout=120)
+    epochs, steps = divmod(stopped_after(job.log()), 10)
+    assert (job.runs() / "last.pt").resolve().name.startswith(f"epoch-{epochs:04}-step-{steps:06}-")
+    job.wait_for(f"^resumed from .* after epoch {epochs} and {steps} steps" if steps else "^resumed from")
+    cluster.run(f"scontrol update jobid={job.id} timelimit=10")
+    job.finish()
+    assert job.shown("Restarts") == "1"
+    is_whole(job, undisturbed)
+
+
+def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
+    """With MAX_REQUEUES=1 the second warning ends the job; another one takes the run up and ends it."""
+    job = slow_job(MAX_REQUEUES="1")
+    cluster.run(f"scancel --batch --signal=USR1 {job.id}")
+    job.wait_for("^ddp: queued again, 1 of 1")
+    job.wait_for("^resumed from")
+    job.wait_for("^epoch ")
+    cluster.run(f"scancel --batch --signal=USR1 {job.id}")
+    assert "ddp: not queued again after 1 times" in job.finish()
+    stopped_after(job.log())
+    assert checkpoint(job.runs())["epoch"] < 20
+    other = SlurmJob(cluster, job.folder, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
+                                          f"mnist/ddp_launch.py {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
+    other.finish()
+    is_whole(job, undisturbed)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
+def test_stopped_rank(launcher, slow_job):
+    if launcher == "torchrun":
+        job = slow_job("--timeout 8", "--gpus-per-node=2")
+    else:
+        need_horovod("mpi")
+        job = slow_job("--timeout 8", "--ntasks-per-node=2 --gpus-per-node=2", "slurm/hvd_2nodes.sh", "mnist/hvd.py",
+                       LAUNCHER=launcher)
+    job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    log = job.finish("FAILED")
+    assert time.monotonic() - stopped < 8 + 10
+    assert "no step in 8 s (--timeout)" in log

@@ -1,0 +1,152 @@
+"""The launch files of slurm/ as they stand, on a cluster of two nodes."""
+
+import json
+import re
+import subprocess
+
+import psutil
+import pytest
+from cluster import Cluster, SlurmJob, link_repository, need_cluster
+from launch import ROOT, checkpoint, largest_difference, need_horovod, run
+from test_parity import LR, TOLERANCE, TRAINING
+
+FILES = sorted((ROOT / "slurm").glob("*.sh"))
+JOBS = [file for file in FILES if "#SBATCH --nodes" in file.read_text()]
+SIZE = f"{TRAINING} --batch-size 8 --lr {LR / 4}"  # on four processes, what test_parity trains
+TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
+LAUNCHES = {
+    "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
+    "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
+    "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
+    "hvd srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
+    "single": f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr {LR}",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The weights of mnist/single.py with the global batch of LAUNCHES."""
+    folder = tmp_path_factory.mktemp("one")
+    run(f"python {ROOT}/mnist/single.py {TRAINING} --batch-size 32 --lr {LR} --log-dir log", cwd=folder)
+    return checkpoint(folder / "log")["model"]
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launch(name, cluster, one_process, tmp_path):
+    if "hvd" in name:
+        need_horovod("mpi")
+    job = SlurmJob(cluster, tmp_path, LAUNCHES[name], LAUNCHER=name.split()[-1])
+    log = job.finish()
+    world_size, hosts, shown = (1, 1, "1") if name == "single" else (4, 2, "4 on 2 hosts")
+    assert len(re.findall(rf"^mnist: .* world size {shown} \|", log, re.MULTILINE)) == 1
+    assert log.count("epoch 2/2: ") == 1
+    results = json.loads((job.runs() / "results.json").read_text())
+    assert results["world_size"] == world_size
+    assert results["hardware"]["hosts"] == ["node1", "node2"][:hosts]
+    assert len(list(job.runs().glob("epoch-0002-*.pt"))) == 1
+    assert largest_difference(checkpoint(job.runs())["model"], one_process) < TOLERANCE
+
+
+def test_the_same_losses_on_one_node_and_on_two(cluster, tmp_path):
+    """Four processes: as two on each of two nodes, and as four on one."""
+    losses = []
+    for shape in (TWO_BY_TWO, "--nodes=1 --gpus-per-node=4 --cpus-per-task=4"):
+        folder = tmp_path / str(len(losses))
+        folder.mkdir()
+        job = SlurmJob(cluster, folder, f"{shape} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}")
+        job.finish()
+        epochs = json.loads((job.runs() / "results.json").read_text())["epochs"]
+        losses += [[epoch[part]["loss"] for epoch in epochs for part in ("train", "val")]]
+    assert losses[0] == losses[1]
+
+
+def test_array_and_its_table(cluster, tmp_path):
+    flags = "--cpus-per-task=1 --array=0-1 slurm/array.sh mnist/single.py --synthetic 320 --epochs 2 --model lenet"
+    for environment, name, values in (({}, "seed", "01"), ({"RATES": "0.01 0.03"}, "lr", ("0.01", "0.03"))):
+        job = SlurmJob(cluster, tmp_path, flags, **environment)
+        job.finish()
+        table = run(f"python scripts/gather.py runs/array-{job.id}", cwd=tmp_path).splitlines()
+        assert table[0] == f"| run | {name} | epochs | best val accuracy | last val loss |"
+        assert [row.split(" | ")[:3] for row in table[2:]] == \
+            [[f"| runs/array-{job.id}/{task}", value, "2/2"] for task, value in enumerate(values)]
+    assert "gather.py: no run there" in run("python scripts/gather.py runs", cwd=tmp_path, status=2)
+
+
+def test_a_cluster_without_gpus(tmp_path):
+    """SLURM refuses the file as it stands; --gpus-per-node=0 is all that a user changes."""
+    need_cluster()
+    with Cluster(GPUS="0") as cluster:
+        cluster.run("sbatch slurm/ddp_2nodes.sh", status=1)
+        job = SlurmJob(cluster, tmp_path, "--gpus-per-node=0 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
+                                          f"{SIZE}")
+        assert "world size 4 on 2 hosts" in job.finish()
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda file: file.name)
+def test_slurm_takes_the_file_as_it_stands(file, cluster):
+    cluster.run(f"sbatch --test-only slurm/{file.name}")
+
+
+def test_what_the_files_name_is_there():
+    assert len(JOBS) == 5
+    for file in FILES:
+        text = file.read_text()
+        assert len(text.splitlines()) <= 40, file
+        assert not re.search(r"^#\s+SBATCH|^##SBATCH", text, re.MULTILINE), f"{file}: a line that SLURM ignores"
+        named = set(re.findall(r"\b(?:slurm|scripts|mnist|cifar10|imagenet)/\w+\.(?:py|sh)\b", text))
+        assert named, file
+        assert not [name for name in named if not (ROOT / name).exists()]
+        if file in JOBS:
+            options = set(re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE))
+            assert {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "output",
+                    "open-mode", "requeue", "signal"} <= options
+
+
+HOSTS = {
+    "horovodrun -H": "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py",
+    "horovodrun --gloo -H": "horovodrun --gloo -np 4 -H node1:2,node2:2 python cifar10/hvd.py",
+    "horovodrun.sh": "slurm/horovodrun.sh hosts cifar10/hvd.py",
+    "mpirun.sh": "slurm/mpirun.sh hosts cifar10/hvd.py",
+    "mpirun": "mpirun --hostfile hosts --bind-to none -x PATH python cifar10/hvd.py",
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_hosts_reached_by_ssh(name, cluster, tmp_path):
+    need_horovod("mpi")
+    link_repository(tmp_path)
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    output = cluster.run(f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path)
+    assert len(re.findall(r"cifar10: .* world size 4 on 2 hosts", output)) == 1
+    assert (tmp_path / "log" / "last.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["torchrun", "ddp_spawn"])
+def test_two_machines_without_slurm(name, cluster, tmp_path):
+    """The README's lines for two machines, one started on each."""
+    link_repository(tmp_path)
+    lines = {"torchrun": "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
+                         "cifar10/ddp_launch.py",
+             "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr {}"}
+    line = f"{lines[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log"
+    here = f"cd {tmp_path}; export PATH={cluster.environment['PATH']};"
+    output = cluster.run(" & ".join(f"ssh node{nr + 1} '{here} {line.format(nr)}'" for nr in (0, 1)) + " & wait")
+    assert len(re.findall(r"^cifar10: .* world size 4 on 2 hosts", output, re.MULTILINE)) == 1
+    assert (tmp_path / "log" / "last.pt").exists()
+
+
+def test_a_cluster_leaves_nothing_behind():
+    """Not even when it is killed."""
+    need_cluster()
+
+    def here():
+        return [subprocess.run(command, capture_output=True, text=True, shell=True).stdout
+                for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")]
+
+    before = here()
+    cluster = Cluster()
+    inside = psutil.Process(cluster.init).children(recursive=True)
+    assert {"munged", "slurmctld", "slurmd", "sshd"} <= {process.name() for process in inside}
+    cluster.process.kill()
+    assert not psutil.wait_procs(inside, timeout=5)[1]
+    assert here() == before
