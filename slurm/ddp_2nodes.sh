@@ -31,6 +31,6 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restarted group can read add
 # torchrun would die of the warning that is for its processes, and so ignores it; RESTARTS=2 sbatch ... lets it start
 # them again, from the last checkpoint, when one has died
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'trap "" USR1; exec torchrun "$@"' torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
+    bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts="${RESTARTS:-0}" \
     "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
