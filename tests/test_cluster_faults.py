@@ -52,8 +52,11 @@ def is_whole(job, undisturbed):
     assert [epoch["train"]["images"] for epoch in saved["epochs"]] == [640] * 20
 
 
-def test_worker_killed(slow_job):
+def test_worker_killed(slow_job, cluster):
     job = slow_job(sbatch="--gpus-per-node=2")
+    cluster.run(f"scancel --signal=USR2 {job.id}")
+    job.wait_for("Current thread", count=4)  # each rank says where it is, and goes on
+    job.wait_for("^epoch 3/")
     job.ranks("node2")[-1].kill()
     killed = time.monotonic()
     log = job.finish("FAILED")

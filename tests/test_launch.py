@@ -164,6 +164,17 @@ def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
     assert job.finish(timeout=30) != 0
 
 
+def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
+    """As in the background of a script, where mp.spawn's processes inherit that it is ignored."""
+    command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic --epochs 500 --log-dir log"
+    job = Job(f"trap '' INT; exec {command}", cwd=tmp_path)
+    job.wait_for("epoch 1/")
+    job.signal(signal.SIGINT)
+    job.wait_for("epoch 3/")
+    job.process.terminate()
+    assert job.finish(timeout=30) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("launcher", ["ddp_launch", "ddp_spawn"])
 def test_ten_clean_ends_in_a_row(launcher, tmp_path):
     """gloo aborts the process in a good part of the runs where the DDP wrapper is there longer than the group."""
