@@ -77,7 +77,7 @@ def main():
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
     run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size,  # amp: level
-              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: begins to sum over all ranks; and waits
+              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: a sum over all ranks, and how to wait
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait

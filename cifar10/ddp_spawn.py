@@ -74,7 +74,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     else:
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     run = Run(args, "DDP", "mp.spawn", device, rank, world_size,
-              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: begins to sum over all ranks; and waits
+              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: a sum over all ranks, and how to wait
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait

@@ -67,7 +67,7 @@ def main():
     if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
         failures.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
     run = Run(args, "Horovod", "MPI" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
-              lambda sums: partial(hvd.synchronize,  # dist: allreduce_async_ begins to sum over all ranks; this ends it
+              lambda sums: partial(hvd.synchronize,  # dist: a sum over all ranks, and how to wait
                                    hvd.allreduce_async_(sums, name="sums", op=hvd.Sum)))
     if hvd.local_rank() == 0:
         files.download(args)  # dist: one process per machine downloads ...

@@ -102,11 +102,16 @@ class Watchdog(threading.Thread):
 def join(context):
     """Wait for the processes of `mp.spawn(..., join=False)`; end them all when one fails, or on Ctrl-C.
 
-    A SIGUSR1 is passed on to them.
-    Ends with the status of a process that ended with one, as it has said why; an exception in one is raised here.
+    Passes SIGUSR1 on to them. Ends with the status of a process that ended with one, as it has said why; an exception
+    in one is raised here.
     """
+    def pass_on(number, _):
+        for pid in context.pids():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
+
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # no line for each that is ended
-    signal.signal(signal.SIGUSR1, lambda *_: [os.kill(pid, signal.SIGUSR1) for pid in context.pids()])
+    signal.signal(signal.SIGUSR1, pass_on)
     try:
         while not context.join():
             pass

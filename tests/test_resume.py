@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from launch import ROOT, Job, checkpoint, largest_difference, need_horovod, run, strategies
+from launch import ROOT, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, strategies
 from safetensors.torch import load_file
 
 from common import checkpoint as checkpoints
@@ -90,6 +90,23 @@ def test_warned_and_resumed(strategy, tmp_path):
     losses, again = ([epoch["train"]["loss"] for epoch in saved["epochs"]] for saved in (whole, resumed))
     assert losses == again
     assert len(losses) == 8
+
+
+@pytest.mark.parametrize(("warned", "stops"), [(2, "after epoch 0 and 3 steps"), (3, "after epoch 0 and 4 steps"),
+                                               (4, "after epoch 1:"), (8, None)])
+def test_warned_at_the_end_of_an_epoch(warned, stops, tmp_path):
+    """It stops one step later; after the last of the 4 steps of an epoch the evaluation is still to come."""
+    line = "        metrics.update(loss, logits, labels)\n"
+    raised = f"        if scheduler.last_epoch == {warned}: __import__('signal').raise_signal(10)\n"
+    copy = changed_copy(tmp_path, "mnist/single.py", line, line + raised)
+    flags = "--synthetic 256 --epochs 2 --model lenet --device cpu"
+    run(f"python {ROOT}/mnist/single.py {flags} --log-dir whole", cwd=tmp_path)
+    output = run(f"python {copy}/single.py {flags} --log-dir part", cwd=tmp_path)
+    assert (f"stopped by SIGUSR1 {stops}" in output) if stops else ("stopped" not in output)
+    run(f"python {ROOT}/mnist/single.py {flags} --log-dir part --resume auto", cwd=tmp_path)
+    whole, part = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
+    assert_same(whole["model"], part["model"])
+    assert [epoch["train"]["loss"] for epoch in whole["epochs"]] == [epoch["train"]["loss"] for epoch in part["epochs"]]
 
 
 def weights(saved):
