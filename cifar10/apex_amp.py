@@ -76,8 +76,7 @@ def main():
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size,  # amp: level
-              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: a sum over all ranks, and how to wait
+    run = Run(args, f"Apex {args.opt_level}", launcher, device, rank, world_size, dist.all_reduce)  # amp: level
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -87,7 +86,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler, amp=amp)  # amp: its scale
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}  # amp: its scale
+    start_epoch = run.start(state)
     model = parallel.DistributedDataParallel(model)  # amp: the same, by Apex, for its fp16 gradients
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

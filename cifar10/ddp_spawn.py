@@ -73,8 +73,7 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
         dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
     else:
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    run = Run(args, "DDP", "mp.spawn", device, rank, world_size,
-              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: a sum over all ranks, and how to wait
+    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -83,7 +82,8 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

@@ -62,7 +62,8 @@ def main():
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     if gpus:
         model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
     for epoch in range(start_epoch, args.epochs):

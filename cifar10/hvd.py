@@ -9,7 +9,6 @@ HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-re
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,8 +66,7 @@ def main():
     if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
         failures.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
     run = Run(args, "Horovod", "MPI" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
-              lambda sums: partial(hvd.synchronize,  # dist: a sum over all ranks, and how to wait
-                                   hvd.allreduce_async_(sums, name="sums", op=hvd.Sum)))
+              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: for sums over all ranks
     if hvd.local_rank() == 0:
         files.download(args)  # dist: one process per machine downloads ...
     hvd.barrier()  # dist: ... while the others wait
@@ -80,7 +78,8 @@ def main():
            "op": hvd.Adasum if args.use_adasum else hvd.Average}  # dist: how the gradients travel and combine
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)  # dist: step() waits for all ranks
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    start_epoch = run.start(state)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights; all have loaded the momentum
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

@@ -29,7 +29,7 @@ class Run:
     """Prints, logs and saves on rank 0, for all ranks.
 
     Every rank makes one and calls the same methods in the same order. What needs all ranks goes through `all_reduce`,
-    which begins to sum a tensor over the ranks, in place, and returns a function that waits for the end of it.
+    a function that sums a tensor over the ranks in place; this is the only line to other processes that `common` has.
     """
 
     def __init__(self, args, strategy, launcher, device, rank=0, world_size=1, all_reduce=not_distributed):
@@ -43,11 +43,11 @@ class Run:
         self.writer, self.warned = None, False
         self.watchdog = processes.Watchdog(args.timeout)
 
-    def start(self, **state):
+    def start(self, state):
         """Check --resume and the output folders, load the one, make the others, say what runs.
 
-        `state` is what a checkpoint holds: objects with a state_dict, among them model, optimizer and scheduler.
-        Returns the epoch to begin with: 0, or where the resumed run stopped.
+        `state` is a dict of what a checkpoint holds: objects with a state_dict, among them "model", "optimizer" and
+        "scheduler". Returns the epoch to begin with: 0, or where the resumed run stopped.
         """
         self.state = state
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
@@ -126,7 +126,7 @@ class Run:
 
     def metrics(self):
         """Empty sums for one pass over the data."""
-        return Metrics(self.device, self.ranks.sum)
+        return Metrics(self.device, self.ranks.all_reduce)
 
     def batches(self, data, metrics):
         """The batches of `data`, behind a progress bar where rank 0 has a terminal; the waiting goes to `metrics`.
@@ -166,8 +166,6 @@ class Run:
             self._save(epoch, step, self.ranks.gather(metrics.state()))
         if stop:
             self._stop(f"epoch {epoch} and {step} steps")
-        if not last:
-            self.ranks.pass_warning_on()
 
     def _stop(self, done):
         """End all ranks with status 0, as all is saved: what started the run can start it again, and it goes on."""
@@ -205,7 +203,7 @@ class Run:
         self._spare(self._write_results)
         if epoch + 1 == self.args.epochs:
             self._export()
-        elif self.ranks.gather(torch.tensor(processes.warned)).any():
+        elif self.ranks.any_warned(now=True):
             self._stop(f"epoch {epoch + 1}")
 
     def _best_first(self):

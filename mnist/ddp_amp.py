@@ -75,8 +75,7 @@ def main():
         dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    run = Run(args, "DDP + torch.amp", launcher, device, rank, world_size,  # amp: for the first line
-              lambda sums: dist.all_reduce(sums, async_op=True).wait)  # dist: a sum over all ranks, and how to wait
+    run = Run(args, "DDP + torch.amp", launcher, device, rank, world_size, dist.all_reduce)  # amp: for the first line
     if local_rank == 0:
         files.download(args)  # dist: one process per machine downloads ...
     dist.barrier()  # dist: ... while the others wait
@@ -86,7 +85,8 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     scheduler = schedule.warmup_cosine(optimizer, args, len(train))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "fp16")  # amp: bf16 takes no scaling
-    start_epoch = run.start(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)  # amp: its scale too
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}  # amp: its scale too
+    start_epoch = run.start(state)
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
     for epoch in range(start_epoch, args.epochs):
         train.sampler.set_epoch(epoch)  # another order in each epoch

@@ -15,8 +15,10 @@ from launch import DATASETS, MARK, ROOT, need
 
 
 def need_cluster():
-    there = os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd")))
-    need(there, "root, and apt-get install slurm-wlm munge iproute2 openssh-server, for a SLURM cluster")
+    need(all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd"))),
+         "apt-get install slurm-wlm munge iproute2 openssh-server, for a SLURM cluster")
+    unshare = subprocess.run(["unshare", "--fork", "--pid", "--mount", "--net", "--uts", "true"], capture_output=True)
+    need(os.geteuid() == 0 and unshare.returncode == 0, "root, and namespaces (unshare), for a SLURM cluster")
 
 
 def link_repository(folder):

@@ -90,7 +90,6 @@ if [ "${GPUS:-8}" != 0 ]; then
     printf 'GresTypes=gpu\nNodeName=DEFAULT Gres=gpu:8\n' >> $etc/slurm.conf
 fi
 printf 'NodeName=node%s NodeAddr=10.0.0.1%s\n' 1 1 2 2 >> $etc/slurm.conf
-mkdir -p /etc/slurm
 mount --bind $etc /etc/slurm
 slurmctld
 for node in node1 node2; do

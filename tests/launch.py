@@ -73,7 +73,8 @@ class Job:
             setting["CUDA_VISIBLE_DEVICES"] = ""
         self.process = subprocess.Popen(
             ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **setting, **environment})
+            start_new_session=True, env={**os.environ, **setting, **environment},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a background job ignores it
 
     def output(self):
         """All that it printed, without the rank that horovodrun puts before each line."""
