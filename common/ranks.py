@@ -71,6 +71,7 @@ class Ranks:
         told = torch.tensor([processes.warned, self.asked - asked], dtype=torch.float64, device=self.device)
         self.all_reduce(told)
         warned, seconds = told.tolist()
-        self.every = min(10, max(1, int(0.05 * self.steps * self.world_size / seconds)))
+        if not now:  # else it was no step that took so long
+            self.every = min(10, max(1, int(0.05 * self.steps * self.world_size / seconds)))
         self.steps = 0
         return warned > 0
