@@ -28,8 +28,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or a restarted group can read add
 # export NCCL_SOCKET_IFNAME=ib0  # when it takes the wrong one; GLOO_SOCKET_IFNAME on CPUs
 # In a container: srun ... --container-image=..., or apptainer exec --nv IMAGE torchrun ...
 
-# torchrun would die of the warning that is for its processes, and so ignores it; RESTARTS=2 sbatch ... lets it start
-# them again, from the last checkpoint, when one has died
+# torchrun would die of the two signals that are for its processes (the warning; USR2, which shows where each one is), and
+# so ignores them. RESTARTS=2 sbatch ... lets it start them again, from the last checkpoint, when one has died
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts="${RESTARTS:-0}" \
