@@ -26,10 +26,11 @@ import torch
 
 from common import failures
 
-FORMAT = 2
+FORMAT = 3
 # What decides the weights, the number of steps in an epoch, the learning rate at a step and the order of the data.
-SAME = ("dataset", "synthetic", "scale_lr", "warmup_epochs", "momentum", "weight_decay", "seed")
-SAME_ON_AS_MANY_RANKS = ("batch_size", "lr")
+SAME = ("dataset", "synthetic", "scale_lr", "warmup_epochs", "momentum", "weight_decay", "seed",
+        "image_size", "label_smoothing")
+SAME_ON_AS_MANY_RANKS = ("batch_size", "accumulate", "lr")
 
 
 class Broken(Exception):
@@ -162,6 +163,8 @@ def check(checkpoint, resume, args, world_size):
                       f"{': take a newer common/' if checkpoint['format'] > FORMAT else ''}")
     try:
         saved, ranks, step = checkpoint["arguments"], checkpoint["world_size"], checkpoint["step"]
+        if args.evaluate:
+            return
         if ranks != world_size and step:
             failures.fail(f"--resume {resume}: it was saved on {ranks} processes within an epoch, and this run has "
                           f"{world_size}: resume it on {ranks}, or take one from between two epochs (step 0)")

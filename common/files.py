@@ -41,7 +41,7 @@ def download(args):
     Call it in one process per machine, and let the others wait; where machines share the folder, a file lock lets the
     first one download for all. A file gets its name when it is whole and has the digest that torchvision knows.
     """
-    if args.synthetic:
+    if args.synthetic or args.dataset == "imagenet":  # whose owners give it to those who register
         return
     folder, files = Path(args.data_dir), {"mnist": MNIST_FILES, "cifar10": CIFAR10_FILES}[args.dataset]
     if not _missing(folder, files):
@@ -120,11 +120,17 @@ def image_tree(folder):
     from torchvision.datasets import ImageFolder  # here: the other data sets do without the time that it takes
 
     trees = []
-    for split in ("train", "val"):
+    for path in (Path(folder, "train"), Path(folder, "val")):
+        if not path.is_dir():
+            failures.fail(f"{path} is not there: --data-dir takes a folder with train/<class>/*.JPEG and "
+                          "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or train with --synthetic")
         try:
-            trees.append(ImageFolder(Path(folder, split), loader=_open_image))
+            trees.append(ImageFolder(path, loader=open_image))
         except OSError as error:
-            failures.fail(f"{Path(folder, split)}: {str(error).splitlines()[0]}: it takes a folder for each class, "
+            if any(path.glob("*.JPEG")):
+                failures.fail(f"{path} has its images in one folder, as the archive has them: sort them by class, with "
+                              "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh")
+            failures.fail(f"{path}: {str(error).splitlines()[0]}: it takes a folder for each class, "
                           "with the images of that class in it")
     only = set(trees[0].classes) ^ set(trees[1].classes)
     if only:
@@ -135,14 +141,21 @@ def image_tree(folder):
     return trees
 
 
-def _open_image(path):
+def open_image(path):
+    """The image of a file as a PIL image in RGB; raises BrokenImage."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            image.load()
+        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BrokenImage(f"{path} is not an image that can be read ({type(error).__name__})") from error
+        raise broken(path, type(error).__name__) from error
+
+
+def broken(path, reason):
+    """The exception for a file that is in a tree of images and is none."""
+    return BrokenImage(f"{path} is not an image that can be read ({reason})")
 
 
 class BrokenImage(ValueError):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import math
@@ -64,6 +65,18 @@ def number(kind, low, strictly=False, high=math.inf):
     return convert
 
 
+def one_of(names):
+    """An argparse type: one of many `names`; a wrong one is answered with the nearest."""
+
+    def convert(text):
+        if text not in names:
+            near = difflib.get_close_matches(text, names) or names[:3]
+            raise argparse.ArgumentTypeError(f"there is no {text}; did you mean {' or '.join(near)}?")
+        return text
+
+    return convert
+
+
 def export_file(path):
     """An argparse type: where safetensors, which has to be there, can write weights."""
     require("safetensors.torch", "save", "pip install safetensors")
@@ -80,7 +93,8 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
         processes.exit_on_ctrl_c()
     sys.excepthook = failures.excepthook
     p = Parser(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
-    p.set_defaults(dataset=dataset)
+    p.set_defaults(dataset=dataset, accumulate=1, channels_last=False, compile=False, evaluate=False, sync_bn=False,
+                   top5=False, image_size=None, label_smoothing=0)  # imagenet has flags for them
     data = p.add_argument_group("data")
     data.add_argument("--data-dir", default="data", metavar="DIR", help="where the data set is, or is downloaded to")
     data.add_argument("--synthetic", nargs="?", type=number(int, 1), const=10_000, metavar="IMAGES",
@@ -89,7 +103,9 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     data.add_argument("-j", "--workers", type=number(int, 0), default=0, metavar="N",
                       help="loader processes per training process; 0 keeps the images on the device")
     train = p.add_argument_group("training")
-    train.add_argument("--model", choices=models, default=models[0], help="which model of common/models.py")
+    train.add_argument("-a", "--model", "--arch", type=one_of(models), default=models[0], metavar="NAME",
+                       help=" or ".join(models) if len(models) < 5 else
+                       "any of torchvision's models for classification; to try things out convnet or lenet")
     train.add_argument("--epochs", type=number(int, 1), default=epochs, metavar="N", help="passes over the data")
     train.add_argument("-b", "--batch-size", type=number(int, 1), default=batch_size, metavar="N",
                        help="images per step and process")
@@ -129,16 +145,36 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
     return p
 
 
+def add_imagenet(p):
+    """Give the parser `p` what the recipes of ImageNet have beside the others' flags, and other defaults."""
+    p.set_defaults(workers=None, test_batch_size=256, warmup_epochs=5, top5=True)
+    group = p.add_argument_group("ImageNet")
+    group.add_argument("--loader", choices=("pillow", "nvimgcodec"), default="pillow",
+                       help="what decodes the images: nvimgcodec only the part of each that is used")
+    group.add_argument("--image-size", type=number(int, 32), default=224, metavar="PIXELS", help="height and width")
+    group.add_argument("--label-smoothing", type=number(float, 0, high=1), default=0.1, metavar="SHARE",
+                       help="the share of the target that all classes have in common")
+    group.add_argument("--accumulate", type=number(int, 1), default=1, metavar="N",
+                       help="batches in a step: -b 64 --accumulate 4 trains as -b 256, in less memory")
+    group.add_argument("--channels-last", action="store_true", help="NHWC in memory, which tensor cores want")
+    group.add_argument("--compile", action="store_true", help="torch.compile the model")
+    group.add_argument("--evaluate", action="store_true", help="only evaluate what --resume names")
+
+
 def pick_device(args, local_rank=0, local_world_size=1):
     """The torch.device of process `local_rank` of `local_world_size` on this machine, which share its cores.
 
     Ends with status 2 where --device cuda finds no GPU, where there are fewer GPUs than processes, or where there are
     more than four processes to a CPU core.
     """
+    if args.workers is None:
+        args.workers = 0 if args.synthetic else max(1, len(os.sched_getaffinity(0)) // local_world_size)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
+        if args.sync_bn:
+            failures.fail("--sync-bn: the BatchNorm that adds over processes works on GPUs only")
         if local_world_size > 4 * os.cpu_count():
             failures.fail(f"{local_world_size} processes on the CPU: "
                           f"{os.cpu_count()} cores take at most {4 * os.cpu_count()}")

@@ -1,7 +1,9 @@
-"""The models of the small recipes: images in, logits [batch, classes] out."""
+"""The models: images in, logits [batch, classes] out."""
 
 import torch
 from torch import nn
+
+from common import failures
 
 
 class ConvNet(nn.Sequential):
@@ -39,10 +41,65 @@ def resnet18(channels, size, classes=10):
     return model
 
 
+SMALL = ("convnet", "lenet")  # to try things out, on images of any size
 MODELS = {"convnet": ConvNet, "lenet": LeNet, "resnet18": resnet18}
 
 
-def build(args, channels, size):
+def classifiers():
+    """The names of torchvision's models for classification."""
+    from torchvision import models
+
+    return models.list_models(module=models)
+
+
+def build(args, channels, size, classes=10):
     """The model that --model names, for images [batch, channels, size, size]; its weights follow from --seed."""
     torch.manual_seed(args.seed)
-    return MODELS[args.model](channels, size)
+    if args.dataset == "imagenet" and args.model not in SMALL:
+        model = _torchvision_model(args.model, size, classes)
+    else:
+        model = MODELS[args.model](channels, size, classes)
+    if args.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()  # in place: a checkpoint has the names that it has without
+    return model
+
+
+def _torchvision_model(name, size, classes):
+    """One that takes images of that size, or status 2: some want at least 75 pixels, or a multiple of 16."""
+    from torchvision.models import get_model
+
+    options = {"googlenet": {"aux_logits": False, "init_weights": True},  # one output in training as well
+               "inception_v3": {"aux_logits": False, "init_weights": True}}.get(name, {})
+    if name.startswith("vit_"):
+        options["image_size"] = size
+    try:
+        model = get_model(name, num_classes=classes, **options)
+        with torch.inference_mode():
+            model.eval()(torch.zeros(1, 3, size, size))
+        return model
+    except (RuntimeError, ValueError, AssertionError) as error:
+        failures.fail(f"{name} takes no images of {size}x{size} ({' '.join(str(error).split())[:160]}): "
+                      "choose another --image-size")
+
+
+def decay_groups(model, weight_decay):
+    """The parameters of `model` for an optimizer: weight decay on all but BatchNorm's and biases.
+
+    Source: He et al. 2018, arXiv:1812.01187, section 3.1.
+    """
+    weights, others = ([p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False))
+    return [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0}]
+
+
+def replace_batch_norm(model, kind):
+    """`model` with each BatchNorm layer replaced by one of class `kind`, which takes the same arguments and weights."""
+    for name, part in model.named_children():
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            layer = kind(part.num_features, part.eps, part.momentum, part.affine, part.track_running_stats)
+            layer.load_state_dict(part.state_dict())
+            setattr(model, name, layer)
+        else:
+            replace_batch_norm(part, kind)
+    return model

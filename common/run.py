@@ -41,6 +41,7 @@ class Run:
         self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
         self.broken = []  # checkpoints that --resume auto passed by
         self.writer, self.warned = None, False
+        self.keeps_files = not (args.dry_run or args.evaluate)
         self.watchdog = processes.Watchdog(args.timeout)
 
     def start(self, state):
@@ -52,7 +53,7 @@ class Run:
         self.state = state
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
         folder = self.args.checkpoint_dir or self.args.log_dir
-        epoch, resumed = 0, None
+        epoch, resumed, saved = 0, None, None
         if self.args.resume:
             found = self.ranks.on_rank_0(checkpoint.find, self.args.resume, folder and Path(folder))
             content = self.ranks.from_rank_0(found[1] if found else b"")
@@ -62,27 +63,30 @@ class Run:
                 epoch = self._load(saved)
                 if self.rank == 0:
                     resumed, _, self.broken = found
+        if self.args.evaluate and not saved:
+            failures.fail("--evaluate: of which checkpoint? --resume FILE, or --resume auto with --log-dir of a run")
         args, lr = self.args, state["scheduler"].base_lrs[0]
         self.hosts = self.ranks.gather_names(socket.gethostname())
         if args.dry_run:
             args.epochs = epoch + 1
-        else:
+        if self.keeps_files:
             self.ranks.on_rank_0(self._open_folders, resumed)
         if self.rank == 0:
             hosts = f" on {len(self.hosts)} hosts" if len(self.hosts) > 1 else ""
+            times = f" x {args.accumulate} accumulated" if args.accumulate > 1 else ""
             print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size}{hosts} | "
-                  f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process, "
-                  f"{args.batch_size * self.world_size} global | learning rate {lr:g}")
+                  f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process{times}, "
+                  f"{args.batch_size * args.accumulate * self.world_size} global | learning rate {lr:g}")
             if resumed:
                 print(f"resumed from {resumed} after epoch {epoch}{f' and {self.step} steps' if self.step else ''}"
-                      f"{': --epochs asks for no more' if epoch >= args.epochs else ''}")
+                      f"{': --epochs asks for no more' if epoch >= args.epochs and self.keeps_files else ''}")
             elif args.resume:
                 print(f"no checkpoint in {folder} yet: starting from the beginning")
-            if not args.dry_run:
+            if self.keeps_files:
                 print(f"TensorBoard events and results.json in {self.log_dir}, checkpoints in {self.checkpoint_dir}")
             sys.stdout.flush()
         self.watchdog.start()
-        if resumed and not args.dry_run:
+        if resumed and self.keeps_files:
             self._spare(self._write_results)  # it may have been killed between the checkpoint and these
             if epoch >= args.epochs:
                 self._export()
@@ -126,36 +130,43 @@ class Run:
 
     def metrics(self):
         """Empty sums for one pass over the data."""
-        return Metrics(self.device, self.ranks.all_reduce)
+        return Metrics(self.device, self.ranks.all_reduce, self.args.top5)
 
     def batches(self, data, metrics):
         """The batches of `data`, behind a progress bar where rank 0 has a terminal; the waiting goes to `metrics`.
 
         In an epoch of training it also looks after the loss, saves (--checkpoint-every), and stops all ranks after the
-        same step when one was warned that it has to end; a resumed run goes on here within its epoch.
+        same step when one was warned that it has to end; a resumed run goes on here within its epoch. There,
+        `batches_in_step` says how many batches a step has, by --accumulate, or fewer at the end of the epoch, and
+        `ends_step` whether the one that was given is the last of them.
         """
-        done = 0
+        per_step, done = self.args.accumulate if data.epoch is not None else 1, 0
         if data.epoch is not None and self.step:
-            done, self.step = self.step, 0
+            done, self.step = self.step * per_step, 0
             metrics.load_state(self.sums)
-        iterator = data.from_step(done)
-        with tqdm(total=len(data), initial=done, unit="step", leave=False,
+        iterator = data.from_batch(done)
+        with tqdm(total=len(data), initial=done, unit="batch", leave=False,
                   disable=None if self.rank == 0 else True) as bar:
-            for step in itertools.count(done + 1):
+            for number in itertools.count(done + 1):
                 asked = time.perf_counter()
                 batch = next(iterator, None)
                 self.watchdog.alive()
                 metrics.waited += time.perf_counter() - asked
                 if batch is None:
                     return
+                step = math.ceil(number / per_step)
+                self.batches_in_step = min(per_step, len(data) - (step - 1) * per_step)
+                self.ends_step = number == (step - 1) * per_step + self.batches_in_step
                 yield batch
                 bar.update()
+                if not self.ends_step:
+                    continue
                 if step % self.args.log_interval == 0 and not bar.disable:
                     bar.set_postfix(loss=f"{metrics.local_loss():.4f}")
                 if self.args.dry_run:
                     return
                 if data.epoch is not None:
-                    self._after_step(data.epoch, step, metrics, last=step == len(data))
+                    self._after_step(data.epoch, step, metrics, last=number == len(data))
 
     def _after_step(self, epoch, step, metrics, last):
         stop = self.ranks.any_warned()
@@ -187,18 +198,16 @@ class Run:
         self.epochs.append({"epoch": epoch + 1, "train": train, "val": val, "lr": lr, "images_per_sec": rate,
                             "seconds": seconds})
         if self.rank == 0:
-            print(f"epoch {epoch + 1}/{self.args.epochs}: "
-                  f"train loss {train['loss']:.4f} accuracy {train['accuracy']:.2%} | "
-                  f"val loss {val['loss']:.4f} accuracy {val['accuracy']:.2%} | "
+            print(f"epoch {epoch + 1}/{self.args.epochs}: train {figures(train)} | val {figures(val)} | "
                   f"{rate:,.0f} images/s | {seconds:.1f} s | {train['data_wait']:.0%} waiting for data", flush=True)
         if not math.isfinite(val["loss"]):  # over all ranks, so that each of them ends here
             failures.fail(f"the validation loss of epoch {epoch + 1} is not finite: the last checkpoint is from before "
                           "it; take a smaller --lr, or look at the data", status=1)
-        if self.args.dry_run:
+        if not self.keeps_files:
             return
-        self._spare(self._log_scalars, epoch + 1, {
-            "train/loss": train["loss"], "train/accuracy": train["accuracy"], "val/loss": val["loss"],
-            "val/accuracy": val["accuracy"], "lr": lr, "perf/images_per_sec": rate})
+        scalars = {f"{split}/{name}": values[name] for split, values in (("train", train), ("val", val))
+                   for name in ("loss", "accuracy", "top5") if name in values}
+        self._spare(self._log_scalars, epoch + 1, {**scalars, "lr": lr, "perf/images_per_sec": rate})
         self._save(epoch + 1, 0, None)
         self._spare(self._write_results)
         if epoch + 1 == self.args.epochs:
@@ -206,12 +215,18 @@ class Run:
         elif self.ranks.any_warned(now=True):
             self._stop(f"epoch {epoch + 1}")
 
+    def end_evaluation(self, val):
+        """Print what an evaluation alone (--evaluate) gave, a result of Metrics.average. Every rank calls it."""
+        if self.rank == 0:
+            print(f"{val['images']:,} images of val: {figures(val)} | {val['images'] / val['seconds']:,.0f} images/s | "
+                  f"{val['data_wait']:.0%} waiting for data", flush=True)
+
     def _best_first(self):
         """The epochs so far, that of the highest validation accuracy first."""
         return [epoch["epoch"] for epoch in sorted(self.epochs, key=lambda epoch: -epoch["val"]["accuracy"])]
 
     def _save(self, epoch, step, sums):
-        """Save a checkpoint after `epoch` epochs and `step` steps; `sums` [ranks, 5] is what the metrics had there."""
+        """Save a checkpoint after `epoch` epochs and `step` steps; `sums` [ranks, 6] is what the metrics had there."""
         random_states = self.ranks.gather(self._random_state())
         self.ranks.on_rank_0(self._commit, {
             "epoch": epoch, "step": step, "sums": sums, "epochs": self.epochs, "random_states": random_states,
@@ -280,6 +295,9 @@ class Run:
             differ = [key for key in {**own, **other} if own.get(key) != other.get(key)]
             if differ:
                 raise ValueError(f"{len(differ)} weights differ, among them {', '.join(differ[:3])}")
+            if self.args.evaluate:
+                self.state["model"].load_state_dict(saved["model"])
+                return saved["epoch"]
             for name, part in self.state.items():
                 if name == "scheduler" and saved["world_size"] != self.world_size:
                     schedule.seek(part, saved["epoch"])
@@ -309,6 +327,12 @@ class Run:
         torch.set_rng_state(state[:size].clone())
         if self.device.type == "cuda" and state.numel() > size:
             torch.cuda.set_rng_state(state[size:].clone(), self.device)
+
+
+def figures(average):
+    """What a line says of a result of Metrics.average."""
+    top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
+    return f"loss {average['loss']:.4f} accuracy {average['accuracy']:.2%}{top5}"
 
 
 def installed(*packages):

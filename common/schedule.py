@@ -13,11 +13,12 @@ def lr_factor(args, world_size):
     return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[args.scale_lr]
 
 
-def warmup_cosine(optimizer, args, steps_per_epoch):
-    """A scheduler to step after each batch: linear from --lr to the optimizer's rate, then a half cosine to zero.
+def warmup_cosine(optimizer, args, batches_per_epoch):
+    """A scheduler to step after the optimizer: linear from --lr to the optimizer's rate, then a half cosine to zero.
 
     With one process the two rates are the same, and the warm-up is a plateau.
     """
+    steps_per_epoch = math.ceil(batches_per_epoch / args.accumulate)
     warmup, total = args.warmup_epochs * steps_per_epoch, args.epochs * steps_per_epoch
     start = args.lr / optimizer.param_groups[0]["lr"]
 

@@ -43,8 +43,8 @@ def train_one_epoch(model, train, optimizer, scheduler, run):
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:  # amp: small fp16 gradients would be 0 without
-            scaled_loss.backward()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()  # amp: small fp16 gradients would be 0 without
         optimizer.step()
         scheduler.step()
         metrics.update(loss, logits, labels)

@@ -41,7 +41,7 @@ def train_one_epoch(model, train, optimizer, scheduler, run, scaler):  # amp: fo
         with torch.autocast(run.device.type, AMP_DTYPES[run.args.amp_dtype]):  # amp: forward and loss, not backward
             logits = model(images)
             loss = F.cross_entropy(logits, labels)
-        scaler.scale(loss).backward()  # amp: small fp16 gradients would be 0 without; bf16 has the range of fp32
+        scaler.scale(loss).backward()  # amp: or small fp16 gradients become 0; bf16 has the range
         scaler.step(optimizer)  # amp: leaves the step out if a gradient overflowed ...
         scaler.update()  # amp: ... and scales by less from then on
         scheduler.step()

@@ -44,8 +44,7 @@ def test_every_crop_is_one_of_the_padded_image():
     dataset = data.RandomCropFlip(images, torch.arange(40), seed=0)
     found = set()
     for epoch in range(20):
-        dataset.set_epoch(epoch)
-        crops, labels = dataset.__getitems__(list(range(39, -1, -1)))
+        crops, labels = dataset.__getitems__([40 * epoch + index for index in range(39, -1, -1)])
         for crop, label in zip(crops, labels, strict=True):
             padded = F.pad(images[label], (4,) * 4)
             windows = torch.cat((padded.unfold(1, 32, 1).unfold(2, 32, 1).flatten(1, 2),
@@ -115,7 +114,7 @@ def test_schedule():
     args = arguments("--epochs", "5", "--warmup-epochs", "2", "--lr", "0.1")
     assert schedule.lr_factor(args, 4) == 4
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
-    scheduler = schedule.warmup_cosine(optimizer, args, steps_per_epoch=10)
+    scheduler = schedule.warmup_cosine(optimizer, args, batches_per_epoch=10)
     rates = []
     for _ in range(51):
         rates.append(scheduler.get_last_lr()[0])
@@ -174,7 +173,7 @@ def test_image_tree(tree):
 
 
 @pytest.mark.parametrize(("spoil", "says"), [
-    (lambda tree: shutil.rmtree(tree / "train"), "train: "),
+    (lambda tree: shutil.rmtree(tree / "train"), "train is not there: --data-dir takes a folder with"),
     (lambda tree: [shutil.rmtree(tree / "val" / name) for name in ("cat", "dog")], "val: Couldn't find any class"),
     (lambda tree: (tree / "train" / "dog" / "1.JPEG").unlink(), "train: Found no valid file for the classes dog"),
     (lambda tree: shutil.rmtree(tree / "val" / "dog"), "val/dog is not there, and"),

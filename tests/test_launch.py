@@ -26,7 +26,8 @@ def jobs():
 
 
 def small_model(recipe):
-    return "--model convnet --lr 0.02" if recipe.parent.name != "mnist" else ""
+    return {"mnist": "", "cifar10": "--model convnet --lr 0.02",
+            "imagenet": "--model convnet --lr 0.02 --image-size 32"}[recipe.parent.name]
 
 
 def apex_there():
@@ -34,7 +35,7 @@ def apex_there():
 
 
 def test_every_recipe_names_a_command():
-    assert len(RECIPES) >= 14
+    assert len(RECIPES) >= 21
     for recipe in RECIPES:
         assert commands(recipe), f"{name_of(recipe)} says nowhere how to start it"
         assert all(name_of(recipe) in line for line in commands(recipe))
@@ -69,7 +70,8 @@ def test_docstring_command(recipe, group, tmp_path):
                  f"{32 * world_size} global", "learning rate 0.0"):
         assert part in first, first
     assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "not one process speaks, but several"
-    assert len(re.findall(r"^epoch 1/1: train loss [\d.]+ accuracy [\d.]+% \| val loss [\d.]+ accuracy [\d.]+% \| "
+    assert len(re.findall(r"^epoch 1/1: train loss [\d.]+ accuracy [\d.]+%( top-5 [\d.]+%)? \| "
+                          r"val loss [\d.]+ accuracy [\d.]+%( top-5 [\d.]+%)? \| "
                           r"[\d,]+ images/s \| [\d.]+ s \| \d+% waiting for data$", output, re.MULTILINE)) == 1, output
     results = json.loads((tmp_path / "log" / "results.json").read_text())
     assert results["world_size"] == world_size
@@ -111,9 +113,9 @@ def test_tensorboard_has_the_scalars(tmp_path):
 
 def test_progress_bar_on_a_terminal_only(tmp_path):
     command = f"python {ROOT}/mnist/single.py --synthetic 2048 --epochs 1"
-    assert "step/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
+    assert "batch/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
     shown = run(f"script -qec 'stty columns 100 rows 40; {command} --log-dir terminal' /dev/null", cwd=tmp_path)
-    assert "step/s" in shown
+    assert "batch/s" in shown
     assert "loss=" in shown
 
 

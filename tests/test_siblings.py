@@ -9,6 +9,7 @@ from launch import DATASETS, RECIPES, ROOT, name_of
 
 SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
 LINES = {"mnist": 120, "cifar10": 140, "imagenet": 180}
+LONGEST_FUNCTION = {"mnist": 30, "cifar10": 30, "imagenet": 34}  # main with --evaluate and --sync-bn, two lines each
 # recipe: (the one it is read against, the changed lines that it may have, the mark of a line that it adds)
 PAIRS = {
     "dp.py": ("single.py", 12, "# dist: "),
@@ -18,8 +19,12 @@ PAIRS = {
     "ddp_amp.py": ("ddp_launch.py", 15, "# amp: "),
     "apex_amp.py": ("ddp_launch.py", 15, "# amp: "),
 }
-# What one data set says where another says something else; everything else is the same in both.
-OF_A_DATASET = {"data.mnist": "data.cifar10"}
+# What a data set says in its own way (as a regular expression, and what that stands for); all else is the same.
+OF_A_DATASET = {r"data\.(mnist|cifar10|imagenet)\(": "data.NAME(", r"^([-+])\(loss / run\.batches_in_step\)\.": r"\1loss.",
+                r"loss / run\.batches_in_step": "loss", r", delay_unscale=not run\.ends_step": "",
+                r", label_smoothing=run\.args\.label_smoothing": ""}
+# What only imagenet has, for --sync-bn and --accumulate: lines with these words.
+ONLY = r"sync.bn|Sync.?Batch.?Norm|require_backward_grad_sync|enable_allreduce|backward_passes_per_step"
 
 
 def body(path):
@@ -65,7 +70,7 @@ def statements(text):
 def test_the_pairs_are_found():
     names = {recipe.name for recipe in RECIPES}
     assert names == {*PAIRS, "single.py"}
-    assert len(pairs()) == len(PAIRS) * len(DATASETS) >= 12
+    assert len(pairs()) == len(PAIRS) * len(DATASETS) >= 18
     for folder in DATASETS:
         assert {path.name for path in folder.glob("*.py")} == names
 
@@ -97,7 +102,7 @@ def test_anatomy(recipe):
     assert isinstance(tree.body[-1], ast.If), "the launch line comes last"
     assert len(text.splitlines()) <= LINES[recipe.parent.name]
     for node in functions:
-        assert node.end_lineno - node.lineno < 30, node.name
+        assert node.end_lineno - node.lineno < LONGEST_FUNCTION[recipe.parent.name], node.name
     if recipe.name == "single.py":
         assert "dist:" not in text
 
@@ -105,11 +110,12 @@ def test_anatomy(recipe):
 @pytest.mark.parametrize("name", sorted(PAIRS))
 def test_the_diff_is_the_same_for_all_datasets(name):
     def normalised(folder):
-        text = "\n".join(f"-{line}" for old, new in changes(folder / name, folder / PAIRS[name][0]) for line in old)
-        text += "\n".join(f"+{line}" for old, new in changes(folder / name, folder / PAIRS[name][0]) for _, line in new)
-        for first, second in OF_A_DATASET.items():
-            text = text.replace(second, first)
-        return text
+        different = changes(folder / name, folder / PAIRS[name][0])
+        lines = [f"-{line.strip()}" for old, _ in different for line in old]
+        lines += [f"+{line.strip()}" for _, new in different for _, line in new]
+        for pattern, stands_for in OF_A_DATASET.items():
+            lines = [re.sub(pattern, stands_for, line) for line in lines]
+        return [line for line in lines if not re.search(ONLY, line, re.IGNORECASE)]
 
     first, *others = (normalised(folder) for folder in DATASETS)
     for other in others:
@@ -137,7 +143,7 @@ def test_no_file_shadows_a_package():
 def test_sizes():
     """A copied recipe takes all of common/ along: a person reads it in an hour, and each file in one go."""
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
-    assert sum(lines.values()) < 1550
+    assert sum(lines.values()) < 1850
     assert max(lines.values()) <= 350
 
 
