@@ -39,6 +39,11 @@ def need_horovod(*launchers):
              f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {flags.HOROVOD}")
 
 
+def small(dataset):
+    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, where their size is free."""
+    return "--image-size 32" if dataset == "imagenet" else ""
+
+
 def name_of(path):
     return f"{path.parent.name}/{path.name}"
 

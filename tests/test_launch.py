@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch.distributed.run
-from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, strategies
+from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, small, strategies
 
 from common import processes
 
@@ -26,8 +26,7 @@ def jobs():
 
 
 def small_model(recipe):
-    return {"mnist": "", "cifar10": "--model convnet --lr 0.02",
-            "imagenet": "--model convnet --lr 0.02 --image-size 32"}[recipe.parent.name]
+    return f"--model convnet --lr 0.02 {small(recipe.parent.name)}" if recipe.parent.name != "mnist" else ""
 
 
 def apex_there():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from launch import DATASETS, ROOT, changed_copy, checkpoint, largest_difference, need_horovod, run, strategies
+from launch import DATASETS, ROOT, changed_copy, checkpoint, largest_difference, need_horovod, run, small, strategies
 
 GLOBAL_BATCH, LR = 32, 0.04
 TOLERANCE = 1e-5  # relative; float32 sums in another order
@@ -12,10 +12,10 @@ TOLERANCE = 1e-5  # relative; float32 sums in another order
 TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --warmup-epochs 0 --device cpu"
 
 
-def train(command, processes, folder, log_dir):
+def train(command, processes, folder, log_dir, dataset="mnist"):
     """The weights after 20 steps."""
-    run(f"{command} {TRAINING} --batch-size {GLOBAL_BATCH // processes} --lr {LR / processes} --log-dir {log_dir}",
-        cwd=folder)
+    run(f"{command} {TRAINING} {small(dataset)} --batch-size {GLOBAL_BATCH // processes} --lr {LR / processes} "
+        f"--log-dir {log_dir}", cwd=folder)
     return checkpoint(log_dir)["model"]
 
 
@@ -27,7 +27,7 @@ def single(tmp_path_factory):
     def of(dataset):
         if dataset not in weights:
             folder = tmp_path_factory.mktemp("single")
-            weights[dataset] = train(f"python {ROOT}/{dataset}/single.py", 1, folder, folder / "log")
+            weights[dataset] = train(f"python {ROOT}/{dataset}/single.py", 1, folder, folder / "log", dataset)
         return weights[dataset]
 
     return of
@@ -41,7 +41,7 @@ def test_parity(dataset, strategy, single, tmp_path):
     if name.startswith("hvd"):
         need_horovod(name)
     command = {"dp": f"python {ROOT}/{dataset}/dp.py", **strategies(processes, ROOT / dataset)}[name]
-    weights = train(command, int(processes), tmp_path, tmp_path / "log")
+    weights = train(command, int(processes), tmp_path, tmp_path / "log", dataset)
     assert largest_difference(weights, single(dataset)) < TOLERANCE
 
 

@@ -20,7 +20,8 @@ PAIRS = {
     "apex_amp.py": ("ddp_launch.py", 15, "# amp: "),
 }
 # What a data set says in its own way (as a regular expression, and what that stands for); all else is the same.
-OF_A_DATASET = {r"data\.(mnist|cifar10|imagenet)\(": "data.NAME(", r"^([-+])\(loss / run\.batches_in_step\)\.": r"\1loss.",
+OF_A_DATASET = {r"data\.(mnist|cifar10|imagenet)\(": "data.NAME(",
+                r"^([-+])\(loss / run\.batches_in_step\)\.": r"\1loss.",
                 r"loss / run\.batches_in_step": "loss", r", delay_unscale=not run\.ends_step": "",
                 r", label_smoothing=run\.args\.label_smoothing": ""}
 # What only imagenet has, for --sync-bn and --accumulate: lines with these words.
