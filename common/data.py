@@ -184,7 +184,7 @@ def _objects(train, val, mean_std, args, device, rank, world_size, classes=10):
     def data_object(dataset, sampler, batch_size, drop_last):
         # Its own generator: else each epoch draws a number from the global one, and a resumed run differs.
         loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, num_workers=args.workers,
-                            collate_fn=_as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
+                            collate_fn=as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
                             persistent_workers=args.workers > 0,
                             pin_memory=device.type == "cuda" and dataset.labels.device.type == "cpu")
         if args.workers:
@@ -195,7 +195,8 @@ def _objects(train, val, mean_std, args, device, rank, world_size, classes=10):
             data_object(val, share, args.test_batch_size, drop_last=False))
 
 
-def _as_it_is(batch):
+def as_it_is(batch):
+    """For a DataLoader's collate_fn: the dataset has made a batch already."""
     return batch
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from common import files, flags
 
-NVIMGCODEC = 'pip install "nvidia-nvimgcodec-cu12[all]", or take --loader pillow'
+NVIMGCODEC = 'pip install "nvidia-nvimgcodec-cu13[all]", or take --loader pillow'
 
 
 class TrainTree(Dataset):
@@ -34,16 +34,19 @@ class TrainTree(Dataset):
         return len(self.labels)
 
     def __getitems__(self, places):
-        """uint8 [batch, 3, size, size] in channels_last order, int64 labels [batch], bool [batch]: which to mirror."""
+        """uint8 [batch, 3, size, size], int64 labels [batch], bool [batch]: which to mirror."""
         indices = torch.tensor(places).remainder_(len(self))
-        images = torch.empty(len(places), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        images = torch.empty(len(places), 3, self.size, self.size, dtype=torch.uint8)
         mirrored = torch.empty(len(places), dtype=torch.bool)
         for k, place in enumerate(places):
-            with _seeded(hash((self.seed, place))):
-                crop = self.crop(os.fsdecode(self.paths[indices[k]]), random_box)
-                mirrored[k] = torch.rand(1).item() < 0.5
+            crop, mirrored[k] = self.drawn(place)
             images[k] = resize(crop, self.size, self.size)
         return images, self.labels[indices], mirrored
+
+    def drawn(self, place):
+        """What is drawn for a place: a crop, uint8 [3, h, w], and whether to mirror it."""
+        with _seeded(hash((self.seed, place))):
+            return self.crop(os.fsdecode(self.paths[place % len(self)]), random_box), torch.rand(1).item() < 0.5
 
 
 class ValTree(Dataset):
@@ -57,8 +60,8 @@ class ValTree(Dataset):
         return len(self.labels)
 
     def __getitems__(self, indices):
-        """uint8 [batch, 3, size, size] in channels_last order and int64 labels [batch]."""
-        images = torch.empty(len(indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        """uint8 [batch, 3, size, size] and int64 labels [batch]."""
+        images = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
         for k, index in enumerate(indices):
             image = pillow(os.fsdecode(self.paths[index]), lambda height, width: (0, 0, height, width))
             short, sides = int(self.size * 256 / 224), image.shape[-2:]
@@ -126,13 +129,13 @@ def nvimgcodec():
     def crop(path, box_of):
         with open(path, "rb") as file:
             content = file.read()
-        if not content.startswith(b"\xff\xd8"):  # no JPEG: some images of ImageNet have the wrong name
-            return pillow(path, box_of)
+        if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
+            return pillow(path, box_of)  # which reads PNG as well (there is one in ImageNet) and notices a cut file
         try:
             stream = codec.CodeStream(content)
             top, left, height, width = box_of(stream.height, stream.width)
             region = codec.Region(top, left, top + height, left + width)
-            pixels = decoder().decode(stream.get_sub_code_stream(region=region), params)
+            pixels = decoder().decode(stream.get_sub_code_stream(region=region), params=params)
         except RuntimeError as error:
             raise files.broken(path, type(error).__name__) from error
         if pixels is None:
