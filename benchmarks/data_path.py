@@ -36,6 +36,15 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
         pass
 
 
+class Usual(DataLoader):
+    """With what Run.batches asks of a DataObject in training."""
+
+    epoch = 0
+
+    def from_batch(self, number):
+        return iter(self)
+
+
 def usual(dataset, args):
     """The pipeline of a tutorial: torchvision's dataset, its transforms image by image, a DataLoader."""
     if dataset == "mnist":
@@ -45,7 +54,7 @@ def usual(dataset, args):
         convert = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
                    transforms.ToTensor(), transforms.Normalize(*data.CIFAR10_MEAN_STD)]
         images = AnyCIFAR10(args.data_dir, transform=transforms.Compose(convert))
-    return DataLoader(images, args.batch_size, shuffle=True, drop_last=True)
+    return Usual(images, args.batch_size, shuffle=True, drop_last=True)
 
 
 def seconds_of_a_pass(batches):

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
 from common import data, files, images
 
-BATCH, SIZE = 32, 224
+BATCH, SIZE = 16, 224
 
 
 class DecodeOnly(images.TrainTree):

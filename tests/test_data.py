@@ -4,12 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from multiprocessing import current_process, resource_sharer
+from multiprocessing.connection import Client
 
 import pytest
 import torch
 import torch.nn.functional as F
 from launch import ROOT, need_horovod, run, strategies
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from common import data, files, flags, models, schedule
@@ -79,6 +83,22 @@ def test_loading_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
     read_epoch(train, epoch=1)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_loader_worker_is_quiet_when_who_asked_it_for_a_batch_has_ended(capfd):
+    """As on Ctrl-C: its thread that hands batches over calls sys.excepthook, which prints, and sets a signal."""
+
+    class Offer(data.ImageTensor):
+        def __getitems__(self, places):
+            return [*resource_sharer.DupFd(2)._id]  # where the thread of this worker listens, and the key to a file
+
+    loader = DataLoader(Offer(*data.synthetic(1, 1, 28, seed=0, split=0)), num_workers=1, collate_fn=data.as_it_is,
+                        worker_init_fn=data._in_worker)
+    batches = iter(loader)
+    address, _ = next(batches)
+    Client(address, authkey=current_process().authkey).close()
+    time.sleep(0.5)
+    assert capfd.readouterr().err == ""
 
 
 def test_validation_shares_cover_the_set_once():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -59,10 +60,10 @@ def photos(tmp_path_factory):
 
 
 def assert_close(ours, usual):
-    """Normalised images are as near as rounding in the resize leaves them: 0.1 grey levels on average, one at most."""
+    """Normalised images are as near as rounding in the resize leaves them: 0.1 grey levels on average, two at most."""
     difference = (torch.stack(list(ours)) - torch.stack(list(usual))).abs()
     difference *= 255 * torch.tensor(data.IMAGENET_MEAN_STD[1]).view(3, 1, 1)
-    assert difference.max() < 1.001
+    assert difference.max() < 2.001
     assert difference.mean() < 0.1
 
 
@@ -376,6 +377,15 @@ def test_tree_that_is_not_one(spoil, says, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "tree")
     spoil(tmp_path / "tree")
     assert says in refused(f"{SINGLE} --data-dir tree --arch lenet -b 4", tmp_path)
+
+
+def test_benchmark_of_the_loaders(photos, tmp_path):
+    need_loader("nvimgcodec")
+    lines = run(f"python {ROOT}/benchmarks/jpeg_loader.py --data-dir {photos} --repeats 1", cwd=tmp_path).splitlines()
+    assert [line.partition("  ")[0] for line in lines[1:]] == [
+        "usual pipeline", "--loader pillow", "limit of pillow: decode the crop", "--loader nvimgcodec",
+        "limit of nvimgcodec: decode the crop"]
+    assert all(re.search(r" \d+ images/s and core, \d\.\d\d times the usual", line) for line in lines[1:])
 
 
 def test_a_large_tree_is_two_arrays(photos):
