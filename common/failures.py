@@ -21,6 +21,7 @@ KNOWN = [
     (r"BrokenImage: (.* is not an image that can be read .*)", "{0}: delete it, or fetch it again", 2, False),
     (r"can't allocate memory|std::bad_alloc|MemoryError|out of memory|Cannot allocate memory",
      "out of memory: take a smaller --batch-size, or fewer processes", 1, False),
+    (r"InvalidCxxCompiler", "--compile finds no C++ compiler: install g++, or leave --compile out", 2, False),
     (r"EADDRINUSE", "the port {MASTER_PORT} is in use (EADDRINUSE): set MASTER_PORT to another", 2, False),
     (r"gloo/.*(by peer|refused|Broken pipe|Socket closed|Timed out)|DistNetworkError|DistStoreError|DistBackendError|"
      r"Horovod has been shut down|HorovodInternalError", "another rank is gone: what it printed says why", 1, True),

@@ -100,7 +100,7 @@ def random_box(height, width):
 
 
 def resize(image, height, width):
-    """uint8 [3, h, w] as uint8 [3, height, width], bilinear and antialiased, as Pillow does to one grey level."""
+    """uint8 [3, h, w] as uint8 [3, height, width], bilinear and antialiased, as Pillow does up to two grey levels."""
     return F.interpolate(image.unsqueeze(0), size=(height, width), mode="bilinear", antialias=True)[0]
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+from common import data, failures, flags, models, schedule
 from common.run import Run
 
 
@@ -57,6 +57,8 @@ def main():
     args = parse_args()
     device = flags.pick_device(args)
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all that are visible
+    if args.compile and gpus:  # dist: it copies the model, and not what is compiled
+        failures.fail("--compile does not work with nn.DataParallel: take ddp_launch.py, or leave it out")
     strategy = f"DataParallel, {len(gpus)} GPUs" if gpus else "DataParallel (on the CPU the bare module)"  # dist: which
     run = Run(args, strategy, "python", device)  # dist: one process whatever the number of GPUs, so one rank
     train, val = data.imagenet(args, device)

@@ -41,7 +41,7 @@ def need_loader(name):
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """A tree like ImageNet's, with what is rare in it as well: grey and CMYK files, a PNG, upright and tiny images."""
+    """A tree like ImageNet's, with what is rare in it as well: grey, CMYK, progressive, upright, tiny, a PNG."""
     folder = tmp_path_factory.mktemp("photos")
     jpeg_tree.make(folder, images=20)
     picture = Image.open(folder / "train" / "class0" / "00000.JPEG")
@@ -51,6 +51,7 @@ def photos(tmp_path_factory):
     picture.save(rare / "png.JPEG", "PNG")
     picture.transpose(Image.Transpose.ROTATE_90).save(rare / "upright.JPEG", quality=90, subsampling=0)
     picture.resize((40, 30)).save(rare / "tiny.JPEG")
+    picture.save(rare / "progressive.JPEG", progressive=True)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by a quarter, which neither torchvision nor ImageNet's recipes do
     picture.save(rare / "turned.JPEG", exif=exif)
@@ -99,7 +100,7 @@ def test_validation_images_are_those_of_torchvision(size, photos):
                                 transforms.ToTensor(), transforms.Normalize(*data.IMAGENET_MEAN_STD)])
     ours, labels = (torch.cat(parts) for parts in zip(*val, strict=True))
     tree = files.image_tree(photos)[1]
-    assert len(ours) == len(tree) == 10
+    assert len(ours) == len(tree) == 11
     assert labels.tolist() == tree.targets
     assert_close(ours, [usual(picture) for picture, _ in tree])
 
@@ -107,9 +108,9 @@ def test_validation_images_are_those_of_torchvision(size, photos):
 def test_loaders_give_the_same_images(photos):
     """Bit by bit; what is decoded in part is what is cut out of the whole."""
     need_loader("nvimgcodec")
-    batches = [next(iter(data.imagenet(arguments("--data-dir", photos, "-b", 26, "--loader", name), CPU)[0]))
+    batches = [next(iter(data.imagenet(arguments("--data-dir", photos, "-b", 27, "--loader", name), CPU)[0]))
                for name in LOADERS]
-    assert len(batches[0][0]) == 26
+    assert len(batches[0][0]) == 27
     assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
 
 
@@ -141,7 +142,7 @@ def test_corrupt_image(loader, workers, spoil, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "tree")
     path = tmp_path / "tree" / "train" / "class2" / "00002.JPEG"
     path.write_bytes(spoil(path.read_bytes()))
-    output = run(f"{SINGLE} --data-dir tree --arch lenet -b 26 --image-size 32 -j {workers} --loader {loader} "
+    output = run(f"{SINGLE} --data-dir tree --arch lenet -b 27 --image-size 32 -j {workers} --loader {loader} "
                  "--log-dir log", cwd=tmp_path, status=2)
     assert output.count("single.py: tree/train/class2/00002.JPEG is not an image that can be read") == 1, output
     assert "Traceback" not in output
@@ -329,6 +330,13 @@ def test_compiled_and_channels_last(tmp_path):
     assert plain["epochs"][0]["train"]["loss"] == pytest.approx(fast["epochs"][0]["train"]["loss"], rel=1e-3)
     first = next((tmp_path / "fast").glob("epoch-0001-step-000000-*"))
     assert "resumed from" in run(f"{command} --resume {first} --log-dir on", cwd=tmp_path)
+
+
+def test_compile_without_a_compiler(tmp_path):
+    output = run(f"{SINGLE} --synthetic 64 --arch lenet --image-size 32 -b 64 --device cpu --compile --dry-run",
+                 cwd=tmp_path, status=2, CXX="/nowhere/g++")
+    assert output.splitlines()[-1] == \
+        "single.py: --compile finds no C++ compiler: install g++, or leave --compile out"
 
 
 @pytest.mark.parametrize(("flags_of_it", "says"), [

@@ -8,12 +8,13 @@ import time
 
 import pytest
 import torch
-from launch import ROOT, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, strategies
+from launch import ROOT, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, small, strategies
 from safetensors.torch import load_file
 
 from common import checkpoint as checkpoints
 
-RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "mnist", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
+RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
+FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
 EPOCHS, STEPS = 6, 32  # of 4096 images in global batches of 128
 SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
 
@@ -35,6 +36,7 @@ def test_ten_kills(strategy, tmp_path):
     recipes = ROOT / RUNS[strategy]
     command = {"single": f"python {recipes}/single.py -b 128 --lr 0.04", **strategies(2, recipes)}[strategy]
     command += f" --synthetic 4096 --epochs {EPOCHS} --model convnet --wd 5e-4 --device cpu --checkpoint-every 3"
+    command += f" {FLAGS[RUNS[strategy]]}"
     command += " --resume auto"
     assert "starting from the beginning" in run(f"{command} --log-dir whole", cwd=tmp_path)
     for target in sorted(random.sample(range(1, EPOCHS // 2 * STEPS), k=10)):  # far enough from the end to be in time
@@ -70,6 +72,7 @@ def test_warned_and_resumed(strategy, tmp_path):
     recipes = ROOT / RUNS[strategy]
     command = {"single": f"python {recipes}/single.py", **strategies(2, recipes)}[strategy]
     command += f" --synthetic 4096 --epochs 8 --model lenet --device cpu --resume auto --timeout 60 {flag}"
+    command += f" {FLAGS[RUNS[strategy]]}"
     run(f"{command} --log-dir whole", cwd=tmp_path)
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
     job.wait_for("epoch 2/")

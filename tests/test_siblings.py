@@ -24,8 +24,8 @@ OF_A_DATASET = {r"data\.(mnist|cifar10|imagenet)\(": "data.NAME(",
                 r"^([-+])\(loss / run\.batches_in_step\)\.": r"\1loss.",
                 r"loss / run\.batches_in_step": "loss", r", delay_unscale=not run\.ends_step": "",
                 r", label_smoothing=run\.args\.label_smoothing": ""}
-# What only imagenet has, for --sync-bn and --accumulate: lines with these words.
-ONLY = r"sync.bn|Sync.?Batch.?Norm|require_backward_grad_sync|enable_allreduce|backward_passes_per_step"
+# What only imagenet has, for --sync-bn, --compile and --accumulate: lines with these words.
+ONLY = r"sync.bn|compile|Sync.?Batch.?Norm|require_backward_grad_sync|enable_allreduce|backward_passes_per_step"
 
 
 def body(path):
@@ -144,7 +144,7 @@ def test_no_file_shadows_a_package():
 def test_sizes():
     """A copied recipe takes all of common/ along: a person reads it in an hour, and each file in one go."""
     lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
-    assert sum(lines.values()) < 1850
+    assert sum(lines.values()) < 1880
     assert max(lines.values()) <= 350
 
 
