@@ -23,12 +23,12 @@ from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
-from common import data, files, images
+from common import data, files, jpegs
 
 BATCH, SIZE = 16, 224
 
 
-class DecodeOnly(images.TrainTree):
+class DecodeOnly(jpegs.TrainTree):
     """The crops of a TrainTree, decoded and thrown away."""
 
     def __getitems__(self, places):
@@ -66,8 +66,8 @@ def main():
         return files.image_tree(args.data_dir)[0]
 
     pipelines = {"usual pipeline": usual(tree(), None)}
-    for name in images.LOADERS:
-        pipelines[f"--loader {name}"] = images.TrainTree(tree(), SIZE, 0, name), data.as_it_is
+    for name in jpegs.LOADERS:
+        pipelines[f"--loader {name}"] = jpegs.TrainTree(tree(), SIZE, 0, name), data.as_it_is
         pipelines[f"limit of {name}: decode the crop"] = DecodeOnly(tree(), SIZE, 0, name), data.as_it_is
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, Pillow {PIL.__version__}, "
           f"{os.cpu_count()} cores, {len(pipelines['usual pipeline'][0])} images")

@@ -2,7 +2,7 @@
 
 The usual pipeline opens, converts and normalises one image at a time in Python. MNIST and CIFAR-10 fit into memory, so
 here the uint8 images of a data set are one tensor, on the GPU where it fits, and the loader asks for a whole batch at
-once. benchmarks/data_path.py measures the difference. ImageNet's files are read by common/images.py.
+once. benchmarks/data_path.py measures the difference. ImageNet's files are read by common/jpegs.py.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common import failures, files, images, processes
+from common import failures, files, jpegs, processes
 
 MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1, per channel
 CIFAR10_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -88,7 +88,8 @@ class EpochSampler(DistributedSampler):
 
     def __iter__(self):
         start, self.start = self.start, 0
-        return (self.epoch * len(self.dataset) + index for index in itertools.islice(super().__iter__(), start, None))
+        first = self.epoch * len(self.dataset)
+        return (first + index for index in itertools.islice(super().__iter__(), start, None))
 
 
 @dataclass
@@ -96,8 +97,8 @@ class DataObject:
     """A dataset, the sampler that picks this process's share of it, and the loader that makes batches of the share.
 
     The loader gives uint8 images and labels, and bool [batch] where it is left to the device to mirror some. Iterating
-    gives the batches on `device`: float32 images [batch, channels, height, width], normalised, and int64
-    labels [batch]. Set the epoch on the sampler first; the augmentation follows it.
+    gives the batches on `device`: float32 images [batch, channels, height, width], normalised, and int64 labels
+    [batch]. Set the epoch on the sampler first; the augmentation follows it.
     """
 
     dataset: Dataset
@@ -156,7 +157,7 @@ def imagenet(args, device, rank=0, world_size=1):
     """A tree of images [3, size, size], as ImageNet's is: a DataObject for training and one for validation.
 
     Training images are cropped at random, resized and mirrored, those for validation resized and cropped in the middle
-    (see common/images.py). --synthetic takes 256 generated images in turn, which stay on the device: it measures the
+    (see common/jpegs.py). --synthetic takes 256 generated images in turn, which stay on the device: it measures the
     model. Raises SystemExit(2), with one line, where the tree is not one. Source: O. Russakovsky et al., 2015.
     """
     if args.synthetic:
@@ -166,8 +167,8 @@ def imagenet(args, device, rank=0, world_size=1):
         classes = 1000  # of which ten come up
     else:
         trees = files.image_tree(args.data_dir)
-        train = images.TrainTree(trees[0], args.image_size, args.seed, args.loader)
-        val, classes = images.ValTree(trees[1], args.image_size), len(trees[0].classes)
+        train = jpegs.TrainTree(trees[0], args.image_size, args.seed, args.loader)
+        val, classes = jpegs.ValTree(trees[1], args.image_size), len(trees[0].classes)
     return _objects(train, val, IMAGENET_MEAN_STD, args, device, rank, world_size, classes)
 
 

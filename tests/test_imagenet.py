@@ -18,11 +18,11 @@ from test_resume import assert_same
 from torchvision import transforms
 
 from benchmarks import jpeg_tree
-from common import data, files, flags, images, models
+from common import data, files, flags, jpegs, models
 
 CPU = torch.device("cpu")
 SINGLE = f"python {ROOT}/imagenet/single.py"
-LOADERS = list(images.LOADERS)
+LOADERS = list(jpegs.LOADERS)
 
 
 def arguments(*given):
@@ -36,7 +36,7 @@ def need_loader(name):
         try:
             from nvidia import nvimgcodec  # noqa: F401 - whether it is there
         except ImportError:
-            need(False, images.NVIMGCODEC)
+            need(False, jpegs.NVIMGCODEC)
 
 
 @pytest.fixture(scope="session")
@@ -398,6 +398,6 @@ def test_benchmark_of_the_loaders(photos, tmp_path):
 
 def test_a_large_tree_is_two_arrays(photos):
     """No Python object for each image, of which each worker would get a copy (its reference count is written)."""
-    tree = images.TrainTree(files.image_tree(photos)[0], 32, 0, "pillow")
+    tree = jpegs.TrainTree(files.image_tree(photos)[0], 32, 0, "pillow")
     assert isinstance(tree.paths, np.ndarray) and tree.paths.dtype.kind == "S"
     assert [os.fsdecode(path) for path in tree.paths] == [path for path, _ in files.image_tree(photos)[0].samples]

@@ -45,7 +45,7 @@ class TrainTree(Dataset):
 
     def drawn(self, place):
         """What is drawn for a place: a crop, uint8 [3, h, w], and whether to mirror it."""
-        with _seeded(hash((self.seed, place))):
+        with _seeded(hash((self.seed, place))):  # of numbers, so the same in every process
             return self.crop(os.fsdecode(self.paths[place % len(self)]), random_box), torch.rand(1).item() < 0.5
 
 
