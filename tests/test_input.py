@@ -41,7 +41,7 @@ def test_no_data_and_no_network(tmp_path):
     (f"{SINGLE} --lr 0", "--lr: 0 is not above 0"),
     (f"{SINGLE} --epoch 3", "unrecognized arguments: --epoch 3"),
     (f"{SINGLE} --workers two", "invalid whole number value: 'two'"),
-    (f"{SINGLE} --model resnet5", "there is no resnet5; did you mean convnet or lenet?"),
+    (f"{SINGLE} --model resnet5", "there is no resnet5; did you mean lenet?"),
     (f"{SINGLE} --batch-size 10000", "do not fill one batch of 10000"),
     (f"{SINGLE} --resume nowhere.pt", "--resume nowhere.pt: No such file"),
     (f"{SINGLE} --resume auto", "say where with --log-dir"),
