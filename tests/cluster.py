@@ -4,14 +4,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 import uuid
-from pathlib import Path
 
 import psutil
 import pytest
-from launch import DATASETS, MARK, ROOT, need
+from launch import DATASETS, ENVIRONMENT, MARK, ROOT, need
 
 
 def need_cluster():
@@ -33,10 +31,7 @@ class Cluster:
 
     def __init__(self, **environment):
         self.mark = uuid.uuid4().hex
-        self.environment = {
-            **os.environ, **environment, MARK: self.mark, "CUDA_VISIBLE_DEVICES": "",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.environment = {**os.environ, **ENVIRONMENT, **environment, MARK: self.mark, "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen([ROOT / "tests" / "cluster.sh", "sh", "-c", "echo ready; exec cat"], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
         assert self.process.stdout.readline() == "ready\n", "tests/cluster.sh did not start"
@@ -70,8 +65,8 @@ class SlurmJob:
         self.id = cluster.run(f"sbatch --parsable {arguments}", folder, **environment).strip()
 
     def shown(self, name):
-        """A field of `scontrol show job`."""
-        return re.search(rf"\b{name}=(\S+)", self.cluster.run(f"scontrol show job {self.id}"))[1]
+        """The values of a field of `scontrol show job`, of each task of an array."""
+        return set(re.findall(rf"\b{name}=(\S+)", self.cluster.run(f"scontrol show job {self.id}")))
 
     def log(self):
         return "".join(file.read_text() for file in self.folder.glob(f"*-{self.id}*.out"))
@@ -84,14 +79,15 @@ class SlurmJob:
             time.sleep(0.1)
 
     def finish(self, state="COMPLETED", timeout=120):
-        """Wait until it has ended, with `state`; returns its log."""
+        """Wait until it, or each task of it, has ended with `state`; returns its log."""
         end = time.monotonic() + timeout
-        while (now := self.shown("JobState")) in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"):
+        going_on = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}
+        while (now := self.shown("JobState")) & going_on:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
                 pytest.fail(f"it still is {now} after {timeout} s:\n{self.log()}")
             time.sleep(0.2)
-        assert now == state, f"{now}:\n{self.log()}"
+        assert now == {state}, f"{now}:\n{self.log()}"
         return self.log()
 
     def runs(self):

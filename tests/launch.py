@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
 RECIPES = sorted(path for folder in DATASETS for path in folder.glob("*.py"))
 MARK = "RECIPE_TEST"  # in the environment of all that a test starts, so that what it leaves behind is found
+ENVIRONMENT = {  # of what a test starts: MPI runs as root, and yields its core where it waits; this very Python
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def need(there, what):
@@ -70,10 +73,8 @@ class Job:
     def __init__(self, command, cwd, **environment):
         self.command, self.mark = command, uuid.uuid4().hex
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
-        # Tests run side by side, and OpenMP and MPI wait by spinning: one thread each, and MPI yields its core.
-        setting = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", MARK: self.mark,
-                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                   "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        # Tests run side by side, and OpenMP waits by spinning: one thread each.
+        setting = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", MARK: self.mark}
         if torch.cuda.device_count() < 2:  # most tests start two processes, and each would want a GPU
             setting["CUDA_VISIBLE_DEVICES"] = ""
         self.process = subprocess.Popen(
