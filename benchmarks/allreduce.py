@@ -1,0 +1,188 @@
+"""Time the all-reduce (the sum of float32) over message sizes: its latency, and the bandwidth that it reaches.
+
+    torchrun --nproc-per-node=2 benchmarks/allreduce.py
+    horovodrun --gloo -np 2 python benchmarks/allreduce.py
+    mpirun -np 2 --bind-to none python benchmarks/allreduce.py
+
+torchrun's processes take torch.distributed with NCCL or gloo, all others (srun --mpi=pmix as well) take Horovod with
+NCCL, MPI or gloo. NCCL is for a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
+
+A repetition is up to 20 all-reduces in a row, and its time that of the slowest rank; the table has the median. The bus
+bandwidth is bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not depend on p (see
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors once in a cycle
+(HOROVOD_CYCLE_TIME, 1 ms unless it is set), and that is most of what a small message takes.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from common import failures, flags, machine, processes
+from common.ranks import Ranks, not_distributed
+
+
+class Group(Ranks):
+    """The processes that this one belongs to, whatever started them."""
+
+    def __init__(self, backend, device, local_rank, local_world_size, rank=0, world_size=1,
+                 all_reduce=not_distributed, barrier=lambda: None, leave=lambda: None):
+        super().__init__(device, rank, world_size, all_reduce)
+        self.backend, self.local_rank, self.local_world_size = backend, local_rank, local_world_size
+        self.barrier, self.leave = barrier, leave
+
+
+def join(pick_device):
+    """Join the group that a launcher has started; without a launcher it is a group of one.
+
+    `pick_device` gives the device of a process, from its local rank and the number of processes on this machine.
+    """
+    if "RANK" in os.environ:
+        return join_torch(pick_device)
+    if any(name in os.environ for name in failures.RANK_VARIABLES):
+        return join_horovod(pick_device)
+    return Group("none", pick_device(0, 1), 0, 1)
+
+
+def join_torch(pick_device):
+    local_rank, local_world_size = processes.launched()
+    device = pick_device(local_rank, local_world_size)
+    timeout = datetime.timedelta(hours=2)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    return Group(dist.get_backend(), device, local_rank, local_world_size, dist.get_rank(), dist.get_world_size(),
+                 dist.all_reduce, dist.barrier, dist.destroy_process_group)
+
+
+def join_horovod(pick_device):
+    hvd = flags.require("horovod.torch", "init", flags.HOROVOD)
+    hvd.init()
+    device = pick_device(hvd.local_rank(), hvd.local_size())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    by_nccl = device.type == "cuda" and hvd.nccl_built()
+    backend = "horovod-nccl" if by_nccl else "horovod-mpi" if hvd.mpi_enabled() else "horovod-gloo"
+
+    def all_reduce(tensor):  # by a name that comes again, as a gradient's does, and which Horovod then knows
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"{tensor.dtype} {tuple(tensor.shape)}")
+
+    return Group(backend, device, hvd.local_rank(), hvd.local_size(), hvd.rank(), hvd.size(),
+                 all_reduce, hvd.barrier, hvd.shutdown)
+
+
+def sum_is_right(group, size):
+    """Whether an all-reduce of `size` bytes gives this rank the sum; it is of whole numbers, and exact."""
+    values = torch.arange(size // 4, dtype=torch.int32, device=group.device).remainder_(1000).float()
+    tensor = values + group.rank
+    group.all_reduce(tensor)
+    return torch.equal(tensor, values * group.world_size + sum(range(group.world_size)))
+
+
+def seconds_of(group, size, repeats):
+    """The seconds that an all-reduce of `size` bytes takes, in each repetition; the same on all ranks."""
+    tensor = torch.zeros(size // 4, device=group.device)  # whose sum is no larger after any number of calls
+    calls = max(1, min(20, 2**22 // size))
+    own = []
+    for _ in range(1 + repeats):  # the first one warms up
+        group.barrier()
+        synchronize(group.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            group.all_reduce(tensor)
+        synchronize(group.device)
+        own.append((time.perf_counter() - start) / calls)
+    return group.gather(torch.tensor(own[1:], dtype=torch.float64)).amax(dim=0).tolist()
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bus_bandwidth(size, seconds, world_size):
+    """Bytes per second, see above."""
+    return size / seconds * 2 * (world_size - 1) / world_size
+
+
+def versions():
+    """Those of a run, and of what is below torch and Horovod."""
+    found = machine.versions()
+    if torch.cuda.is_available():
+        found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    with contextlib.suppress(AttributeError):  # where Horovod has loaded no MPI
+        text = ctypes.create_string_buffer(8192)
+        ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+        found["MPI library"] = text.value.decode().split(",")[0]
+    return found
+
+
+def parse_args():
+    parser = flags.Parser(description=__doc__, formatter_class=flags.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("--max-bytes", type=flags.number(int, 4), default=4**13, metavar="N",
+                        help="the largest message")
+    parser.add_argument("--repeats", type=flags.number(int, 1), default=9, metavar="N", help="repetitions of each size")
+    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    args = parser.parse_args()
+    if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
+        parser.error(f"--json {args.json}: the folder is not there")
+    return args
+
+
+def main():
+    sys.excepthook = failures.excepthook
+    processes.end_with_parent()
+    args = parse_args()
+
+    def pick_device(local_rank, local_world_size):
+        enough = torch.cuda.device_count() >= local_world_size
+        return torch.device("cuda", local_rank) if enough else torch.device("cpu")
+
+    group = join(pick_device)
+    if group.world_size == 1:
+        failures.fail("one process reduces nothing: start it with a launcher, "
+                      f"torchrun --nproc-per-node=2 {sys.argv[0]}")
+    hosts = group.gather_names(socket.gethostname())
+    device = f"{group.device.type} ({machine.hardware(group.device)})"
+    result = {"backend": group.backend, "processes": group.world_size, "hosts": len(hosts), "sizes": [],
+              "versions": versions(), "date": str(datetime.date.today()), "command": sys.argv,
+              "hardware": {"hosts": hosts, "cpu": machine.cpu(), "cores": os.cpu_count(), "device": device}}
+
+    def say(line):
+        if group.rank == 0:
+            print(line, flush=True)
+
+    say(f"{group.backend}: {group.world_size} processes on {', '.join(hosts)}, device {device}, {machine.cpu()}; "
+        f"{', '.join(map(' '.join, result['versions'].items()))}; {result['date']}\n\n"
+        "| bytes | time (us) | spread | algorithm bandwidth (GB/s) | bus bandwidth (GB/s) |\n"
+        "| ---: | ---: | ---: | ---: | ---: |")
+    size = 4
+    while size <= args.max_bytes:
+        if not sum_is_right(group, size):
+            failures.fail(f"the all-reduce of {size} bytes gives a wrong sum", status=1)
+        repetitions = seconds_of(group, size, args.repeats)
+        seconds = statistics.median(repetitions)
+        spread = (max(repetitions) - min(repetitions)) / seconds
+        result["sizes"].append({"bytes": size, "seconds": seconds, "spread": spread})
+        say(f"| {size:,} | {seconds * 1e6:.1f} | {spread:.0%} | {size / seconds / 1e9:.3f} | "
+            f"{bus_bandwidth(size, seconds, group.world_size) / 1e9:.3f} |")
+        size *= 4
+    if args.json and group.rank == 0:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()
