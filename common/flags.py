@@ -142,6 +142,8 @@ def parser(doc, dataset, models, epochs, batch_size, lr, weight_decay):
                                                          "newest good one, and begins where there is none yet")
     output.add_argument("--export", type=export_file, metavar="FILE",
                         help="write the weights of the best epoch at the end, as safetensors")
+    output.add_argument("--profile", action="store_true",
+                        help="write a trace of ten steps on rank 0 to the log folder, for https://ui.perfetto.dev")
     output.add_argument("--dry-run", action="store_true", help="one step of training and evaluation, no files")
     return p
 

@@ -61,3 +61,9 @@ class Metrics:
         top5 = {"top5": correct5 / images} if self.top5 else {}
         return {"loss": loss / images, "accuracy": correct / images, **top5, "images": int(images),
                 "seconds": seconds, "data_wait": self.waited / seconds}
+
+
+def figures(average):
+    """What a line says of a result of Metrics.average."""
+    top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
+    return f"loss {average['loss']:.4f} accuracy {average['accuracy']:.2%}{top5}"

@@ -21,6 +21,15 @@ from common import failures
 warned = False  # whether SIGUSR1 came, which a scheduler sends before it takes the machine away
 
 
+def age():
+    """Seconds since this process began; where there is no /proc, of its time on a core."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return time.process_time()
+
+
 def exit_on_ctrl_c():
     """Let Ctrl-C end this process with status 130 and without a traceback; last.pt is the newest whole checkpoint."""
     hear_signals()

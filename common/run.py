@@ -1,12 +1,9 @@
 """A run as its user sees it: what it prints, TensorBoard, results.json, checkpoints, and what Ctrl-C does."""
 
-import contextlib
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import platform
 import socket
 import sys
 import tempfile
@@ -18,10 +15,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, failures, processes, schedule
-from common.metrics import Metrics
+from common import checkpoint, failures, machine, processes, schedule
+from common.metrics import Metrics, figures
+from common.profiler import Profiler
 from common.ranks import Ranks, not_distributed
 
+IMPORTED = processes.age()  # a recipe's last import but Horovod's
 tqdm.set_lock(threading.RLock())  # its own one takes a semaphore, which a process that is ended leaves behind
 
 
@@ -40,7 +39,8 @@ class Run:
         self.id = uuid.uuid4().hex  # in results.json and in checkpoints: which belong together
         self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
         self.broken = []  # checkpoints that --resume auto passed by
-        self.writer, self.warned = None, False
+        self.start_up = {"imported": IMPORTED, "joined": processes.age()}  # seconds since the process began
+        self.writer, self.profiler, self.warned = None, None, False
         self.keeps_files = not (args.dry_run or args.evaluate)
         self.watchdog = processes.Watchdog(args.timeout)
 
@@ -51,6 +51,7 @@ class Run:
         "scheduler". Returns the epoch to begin with: 0, or where the resumed run stopped.
         """
         self.state = state
+        self.start_up["built"] = processes.age()
         torch.manual_seed(self.args.seed + self.rank)  # the weights are made: from here on each rank draws its own
         folder = self.args.checkpoint_dir or self.args.log_dir
         epoch, resumed, saved = 0, None, None
@@ -65,17 +66,22 @@ class Run:
                     resumed, _, self.broken = found
         if self.args.evaluate and not saved:
             failures.fail("--evaluate: of which checkpoint? --resume FILE, or --resume auto with --log-dir of a run")
+        if self.args.profile and not self.keeps_files:
+            failures.fail("--profile writes a file, and --dry-run and --evaluate write none: leave one of them out")
         args, lr = self.args, state["scheduler"].base_lrs[0]
         self.hosts = self.ranks.gather_names(socket.gethostname())
         if args.dry_run:
             args.epochs = epoch + 1
         if self.keeps_files:
             self.ranks.on_rank_0(self._open_folders, resumed)
+            if args.profile and self.rank == 0:
+                self.profiler = Profiler(self.log_dir)
         if self.rank == 0:
             hosts = f" on {len(self.hosts)} hosts" if len(self.hosts) > 1 else ""
             times = f" x {args.accumulate} accumulated" if args.accumulate > 1 else ""
             print(f"{args.dataset}: {self.strategy} | launcher {self.launcher} | world size {self.world_size}{hosts} | "
-                  f"device {self.device.type} ({self._hardware()}) | batch {args.batch_size} per process{times}, "
+                  f"device {self.device.type} ({machine.hardware(self.device)}) | "
+                  f"batch {args.batch_size} per process{times}, "
                   f"{args.batch_size * args.accumulate * self.world_size} global | learning rate {lr:g}")
             if resumed:
                 print(f"resumed from {resumed} after epoch {epoch}{f' and {self.step} steps' if self.step else ''}"
@@ -91,9 +97,6 @@ class Run:
             if epoch >= args.epochs:
                 self._export()
         return epoch
-
-    def _hardware(self):
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"{os.cpu_count()} cores"
 
     def _open_folders(self, resumed):
         """Refuse what is of another run, then make the folders; `resumed` is the checkpoint that was loaded."""
@@ -169,6 +172,10 @@ class Run:
                     self._after_step(data.epoch, step, metrics, last=number == len(data))
 
     def _after_step(self, epoch, step, metrics, last):
+        if "first_step" not in self.start_up:
+            self.start_up["first_step"] = processes.age()
+        if self.profiler:
+            self._spare(self.profiler.step, epoch, step, last)
         stop = self.ranks.any_warned()
         save = self.args.checkpoint_every and step % self.args.checkpoint_every == 0 and not last
         if save or stop or last or step % self.args.log_interval == 0:
@@ -212,6 +219,8 @@ class Run:
         self._spare(self._write_results)
         if epoch + 1 == self.args.epochs:
             self._export()
+            if self.profiler:
+                self.profiler.finish()
         elif self.ranks.any_warned(now=True):
             self._stop(f"epoch {epoch + 1}")
 
@@ -269,9 +278,10 @@ class Run:
         results = {
             "run": self.id, "strategy": self.strategy, "launcher": self.launcher, "world_size": self.world_size,
             "arguments": vars(self.args), "command": sys.argv, "epochs": self.epochs,
-            "versions": {"python": platform.python_version(), **installed("torch", "torchvision", "horovod", "apex")},
-            "hardware": {"hosts": self.hosts, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-                         "device": f"{self.device.type} ({self._hardware()})"},
+            "start_up": self.start_up, "versions": machine.versions(),
+            "hardware": {"hosts": self.hosts, "cpu": machine.cpu(), "cores": os.cpu_count(),
+                         "threads": torch.get_num_threads(),
+                         "device": f"{self.device.type} ({machine.hardware(self.device)})"},
         }
         checkpoint.write(self.log_dir / "results.json", (json.dumps(results, indent=2) + "\n").encode())
 
@@ -327,18 +337,3 @@ class Run:
         torch.set_rng_state(state[:size].clone())
         if self.device.type == "cuda" and state.numel() > size:
             torch.cuda.set_rng_state(state[size:].clone(), self.device)
-
-
-def figures(average):
-    """What a line says of a result of Metrics.average."""
-    top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
-    return f"loss {average['loss']:.4f} accuracy {average['accuracy']:.2%}{top5}"
-
-
-def installed(*packages):
-    """The versions of those of the packages that are installed."""
-    found = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found

@@ -45,6 +45,7 @@ def test_no_data_and_no_network(tmp_path):
     (f"{SINGLE} --batch-size 10000", "do not fill one batch of 10000"),
     (f"{SINGLE} --resume nowhere.pt", "--resume nowhere.pt: No such file"),
     (f"{SINGLE} --resume auto", "say where with --log-dir"),
+    (f"{SINGLE} --profile --dry-run", "--dry-run and --evaluate write none"),
     (f"{SINGLE} --checkpoint-every 0", "0 is not at least 1"),
     (f"{SINGLE} --keep 0", "0 is not at least 1"),
     (f"{SINGLE} --export nowhere/weights", "the folder of nowhere/weights is not there"),

@@ -1,5 +1,6 @@
 """Each recipe, started by each command in its docstring, runs to the end and says what it ought to, once."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -108,6 +109,38 @@ def test_tensorboard_has_the_scalars(tmp_path):
     assert {"python", "torch", "torchvision"} <= results["versions"].keys()
     assert results["arguments"]["epochs"] == 2
     assert results["hardware"]["cores"] == os.cpu_count()
+    assert sorted(results["start_up"].values()) == list(results["start_up"].values())
+    assert 0 < results["start_up"]["imported"] < results["start_up"]["first_step"] < 100
+
+
+@pytest.mark.parametrize(("images", "steps"), [(960, 9), (2560, 10)])  # an epoch of 15 steps, and one of 40
+def test_profile(images, steps, tmp_path):
+    """The trace has the steps from the seventh on, up to ten of one epoch, with DDP's all-reduces."""
+    command = strategies(2, ROOT / "mnist")["ddp_launch"]
+    shown = run(f"{command} --synthetic {images} -b 32 --epochs 1 --profile --log-dir log", cwd=tmp_path)
+    trace = next((tmp_path / "log").glob("trace-*.json.gz"))
+    assert f"profile of {steps} steps in log/{trace.name}:" in shown
+    assert shown.count("\n") == 4, "nothing but our own lines"
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("ProfilerStep#") for name in names) == steps
+    assert names.count("Optimizer.step#SGD.step") == steps
+    assert names.count("gloo:all_reduce") >= steps
+
+
+def test_no_profile_of_a_short_run(tmp_path):
+    shown = run(f"python {ROOT}/mnist/single.py --synthetic 384 --epochs 1 --profile", cwd=tmp_path)
+    assert "no profile: it begins after 6 steps, and the run had 6" in shown
+
+
+def test_nothing_is_imported_before_it_is_needed(tmp_path):
+    """Neither TensorBoard nor torchvision costs a run its start that does not use them."""
+    code = (f"import runpy, sys; sys.argv = ['single.py', '--synthetic', '512', '--dry-run', '--model', 'convnet']; "
+            f"runpy.run_path('{ROOT}/cifar10/single.py', run_name='__main__'); "
+            "print('there:', sorted({name.split('.')[0] for name in sys.modules}))")
+    there = run(f'python -c "{code}"', cwd=tmp_path).partition("there:")[2]
+    assert "'torch'" in there
+    for package in ("tensorboard", "torchvision", "matplotlib", "PIL", "safetensors", "horovod", "pandas", "scipy"):
+        assert f"'{package}'" not in there
 
 
 def test_progress_bar_on_a_terminal_only(tmp_path):
