@@ -1,0 +1,116 @@
+"""What changes from a recipe to the one that is read against it; writes docs/changes.md from the files of mnist/.
+
+    python docs/changes.py
+"""
+
+import ast
+import difflib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "changes.md"
+# recipe: (the one it is read against, the mark of the reason behind a line that it adds)
+PAIRS = {
+    "dp.py": ("single.py", "# dist: "),
+    "ddp_spawn.py": ("single.py", "# dist: "),
+    "ddp_launch.py": ("single.py", "# dist: "),
+    "hvd.py": ("single.py", "# dist: "),
+    "ddp_amp.py": ("ddp_launch.py", "# amp: "),
+    "apex_amp.py": ("ddp_launch.py", "# amp: "),
+}
+HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist/ -->
+# What changes, line by line
+
+From one recipe to the next, with the reason that stands behind each line: new lines with their number, ~~struck~~ the
+line that goes. Docstrings and imports are left out. The recipes of CIFAR-10 and ImageNet differ in the same lines; the
+last have a few more, for flags that only they know. [strategies.md](strategies.md) says what each strategy does.
+"""
+
+
+def body(path):
+    """The lines of a recipe without its docstring, its imports and blank lines, each with its number (from 1)."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    left_out = [tree.body[0], *(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))]
+    numbers = {n for node in left_out for n in range(node.lineno, node.end_lineno + 1)}
+    return [(n, line) for n, line in enumerate(text.splitlines(), 1) if n not in numbers and line.strip()]
+
+
+def changes(path, other):
+    """What `path` has that `other` has not: a list of (old lines, new lines with their numbers)."""
+    old, new = body(other), body(path)
+    matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in new], autojunk=False)
+    return [([line for _, line in old[i1:i2]], new[j1:j2])
+            for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
+
+
+def changed_lines(different):
+    """How many lines `different`, a result of `changes`, comes to."""
+    return sum(max(len(old), len(new)) for old, new in different)
+
+
+def statements(lines, mark):
+    """Group new lines [(number, line)] with their reason: a list of (number, lines of code, reasons).
+
+    A reason ends a group, but for lines that it stands for as well: those without one that are indented deeper.
+    """
+    groups = []
+    for number, line in lines:
+        code, _, reason = line.partition(mark)
+        code = code.rstrip()
+        if groups and (not groups[-1][2] or (not reason and indent(code) > indent(groups[-1][1][0]))):
+            groups[-1][1].append(code)
+        else:
+            groups.append((number, [code], []))
+        if reason:
+            groups[-1][2].append(reason)
+    return groups
+
+
+def indent(line):
+    return len(line) - len(line.lstrip())
+
+
+def likeness(old, new):
+    """How many characters of the line `old` stand in the line `new`, in runs of three or more."""
+    blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks if block.size > 2)
+
+
+def table(path, different, mark):
+    """The rows of a Markdown table of what `changes` gives for `path`: where, the code, why."""
+    rows = ["| line | code | why |", "| --- | --- | --- |"]
+    kept = {line.partition(mark)[0].strip() for _, new in different for _, line in new}  # it only moved
+    for old, new in different:
+        groups = statements(new, mark)
+        gone = [[] for _ in groups]
+        for line in [line.partition("  # ")[0].strip() for line in old]:
+            if line not in kept:
+                likest = max(range(len(groups)), key=lambda k: max(likeness(line, code) for code in groups[k][1]))
+                gone[likest].append(f"~~`{cell(line)}`~~")
+        for struck, (number, lines, reasons) in zip(gone, groups, strict=True):
+            code = "<br>".join(struck + [f"`{cell(line[indent(lines[0]):])}`" for line in lines])
+            rows.append(f"| [{number}](../{path.relative_to(ROOT)}#L{number}) | {code} | {cell('; '.join(reasons))} |")
+    return "\n".join(rows)
+
+
+def cell(text):
+    return text.replace("|", r"\|")
+
+
+def page():
+    parts = [HEAD]
+    for name, (other, mark) in PAIRS.items():
+        path = ROOT / "mnist" / name
+        different = changes(path, path.parent / other)
+        parts.append(f"""## From {other} to {name}
+
+[mnist/{name}](../mnist/{name}) differs from [{other}](../mnist/{other}) in {changed_lines(different)} lines.
+
+{table(path, different, mark)}
+""")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
