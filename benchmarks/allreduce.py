@@ -86,9 +86,9 @@ def join_horovod(pick_device):
 def sum_is_right(group, size):
     """Whether an all-reduce of `size` bytes gives this rank the sum; it is of whole numbers, and exact."""
     values = torch.arange(size // 4, dtype=torch.int32, device=group.device).remainder_(1000).float()
-    tensor = values + group.rank
+    tensor = values + group.rank + 1
     group.all_reduce(tensor)
-    return torch.equal(tensor, values * group.world_size + sum(range(group.world_size)))
+    return torch.equal(tensor, values * group.world_size + sum(range(group.world_size + 1)))
 
 
 def seconds_of(group, size, repeats):

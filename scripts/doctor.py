@@ -101,8 +101,8 @@ def faults_of(ranks):
             faults.append(f"{name} is {', '.join(f'{value} on rank {rank}' for value, rank in found.items())}: "
                           "start all ranks with the same flags, from the same environment")
     places = [f"{rank['place']} of {rank['host']}" for rank in ranks]
-    same = [f"ranks {places.index(place)} and {number} both have {place}, and so the same device: start one launcher on "
-            "each host, and give each host a name of its own"
+    same = [f"ranks {places.index(place)} and {number} both have {place}, and so the same device: start one launcher "
+            "on each host, and give each host a name of its own"
             for number, place in enumerate(places) if places.index(place) != number]
     return faults + same[:1]
 
@@ -168,8 +168,8 @@ def main():
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
         if not allreduce.sum_is_right(group, size):  # how it is on the others no collective can tell now
-            failures.fail(f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try another backend, "
-                          "or on GPUs NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1", status=1)
+            failures.fail(f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try another backend "
+                          "or, on GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1", status=1)
     ranks = gather(group, describe(group, given))
     say(", ".join(map(" ".join, allreduce.versions().items())))
     say("| rank | host | local rank | device | cores | threads |\n| ---: | --- | ---: | --- | ---: | ---: |")
@@ -200,8 +200,8 @@ def main():
     for warning in warnings:
         say(f"warning: {warning}")
     hosts = len({rank["host"] for rank in ranks})
-    say(f"doctor: all is well{' but for the warnings' if warnings else ''}: {group.world_size} process"
-        f"{'es' * (group.world_size > 1)} on {hosts} host{'s' * (hosts > 1)}, {machine.hardware(group.device)}")
+    say(f"doctor: all is well{' but for the warnings' if warnings else ''}: world size {group.world_size} on {hosts} "
+        f"host{'s' * (hosts > 1)}, device {group.device.type} ({machine.hardware(group.device)})")
     group.leave()
 
 

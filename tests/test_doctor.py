@@ -1,0 +1,138 @@
+"""scripts/doctor.py under each launcher, and the faults that it has to find: each of them is produced here."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+from cluster import SlurmJob
+from launch import ROOT, Job, commands, need_horovod, run
+
+from common import processes
+
+SCRIPT = ROOT / "scripts" / "doctor.py"
+CORES = len(os.sched_getaffinity(0))
+MPIRUN = "mpirun --oversubscribe --bind-to none"
+SHARES = "an epoch trains on {} images, each once{}, and validates on {}, each once"
+
+
+def verdict(output):
+    """The one line that says how it is, behind which torchrun, horovodrun and mpirun have a say where it is bad."""
+    lines = [line for line in output.splitlines() if line.startswith("doctor: ")]
+    assert len(lines) == 1, output
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", [line for line in commands(SCRIPT) if "sbatch" not in line])
+def test_docstring_command(command):
+    if "horovodrun" in command or "mpirun" in command:
+        need_horovod(command)
+    output = run(command, cwd=ROOT, CUDA_VISIBLE_DEVICES="", PET_STANDALONE="1")
+    size = 1 if command.startswith("python") else 2
+    assert output.rstrip().endswith(verdict(output)), "the verdict is the last line"
+    assert verdict(output).startswith(f"doctor: all is well: world size {size} on 1 host, device cpu")
+    assert output.count(" | cpu | ") == size, "a row for each rank"
+    assert ("the sums are right" in output) == (size == 2)
+    if "mnist" in command:
+        assert SHARES.format("59,968 of 60,000", " (32 fill no global batch)", "12,000") in output
+        assert "batch 32 per process, 64 global | learning rate 0.04 (--lr 0.02" in output
+        assert "937 steps per epoch" in output
+
+
+def test_three_processes_which_do_not_divide_the_images():
+    need_horovod("mpi")
+    output = run(f"{MPIRUN} -np 3 python {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
+    assert SHARES.format("990 of 1,000", " (10 fill no global batch)", "200") in output
+    assert "batch 30 per process, 90 global | learning rate 0.1 (" in output
+    assert "11 steps per epoch" in output
+
+
+def test_real_images_and_a_warning(real_data):
+    output = run(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset mnist --data-dir {real_data('mnist')}",
+                 cwd=ROOT, OMP_NUM_THREADS=str(CORES))
+    assert f"mnist: {SHARES.format('59,904 of 60,000', ' (96 fill no global batch)', '10,000')}" in output
+    assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
+    assert "doctor: all is well but for the warnings: " in verdict(output)
+
+
+def test_wrong_inputs(tmp_path):
+    for flags, complaint in (("--dataset imagenet --data-dir none", "none/train is not there"),
+                             ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
+                             ("--synthetic 100", "do not fill one batch of 128")):
+        lines = run(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
+        assert lines[-1].startswith("doctor.py: ") and complaint in lines[-1]
+
+
+def by_hand(rank, port, flags=""):
+    """A line that starts a rank of two, each of which takes itself for the first one of its host."""
+    return (f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+            f"python {SCRIPT} {flags}")
+
+
+def test_two_ranks_with_the_same_device(tmp_path):
+    port = processes.free_port()
+    output = run(f"{by_hand(0, port)} & {by_hand(1, port)}; status=$?; wait; exit $status", cwd=tmp_path, status=1)
+    assert "ranks 0 and 1 both have local rank 0 of " in verdict(output)
+
+
+def test_a_launcher_whose_processes_are_alone(tmp_path):
+    need_horovod("mpi")
+    output = run(f"{MPIRUN} -np 2 torchrun --standalone {SCRIPT}", cwd=tmp_path, status=1)
+    lines = {line for line in output.splitlines() if line.startswith("doctor: ")}
+    assert len(lines) == 1, output
+    assert "mpirun started 2 of these, and this one is rank 0 of 1" in lines.pop()
+
+
+@pytest.mark.parametrize("fault", ["flags", "versions"])
+def test_ranks_that_differ(fault, tmp_path):
+    need_horovod("mpi")
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()  # before the other one in the environment of rank 1
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    python, other = f"python {SCRIPT}", f"env PYTHONPATH={tmp_path} python {SCRIPT}"
+    second = f"{python} -b 64" if fault == "flags" else other
+    output = run(f"{MPIRUN} -np 1 {python} : -np 1 {second}", cwd=tmp_path, status=1)
+    expected = "--batch-size is 128 on rank 0, 64 on rank 1: " if fault == "flags" else "0.1 on rank 1: start all ranks"
+    assert expected in verdict(output)
+
+
+@pytest.mark.parametrize(("file", "line", "replacement", "complaint"), [
+    ("common/data.py", "EpochSampler(train, world_size, rank,", "EpochSampler(train, 1, 0,",
+     "doctor: the shards of training are wrong, an epoch reads 49920 images more than once"),
+    ("common/data.py", "range(rank, len(val), world_size)", "range(rank, len(val) - 2, world_size)",
+     "doctor: the shards of validation are wrong, 2 images are not read exactly once"),
+    ("benchmarks/allreduce.py", "dist.all_reduce,", "lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX),",
+     "the all-reduce of 4 bytes over gloo gives a wrong sum"),
+], ids=["training", "validation", "sum"])
+def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
+    for folder in ("common", "benchmarks", "scripts", "cifar10"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (tmp_path / file).read_text()
+    assert text.count(line) == 1
+    (tmp_path / file).write_text(text.replace(line, replacement))
+    assert complaint in run("torchrun --standalone --nproc-per-node=2 scripts/doctor.py", cwd=tmp_path, status=1)
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    output = run(by_hand(0, processes.free_port(), "--timeout 2"), cwd=tmp_path, status=1)
+    assert output.startswith("doctor.py: no step in 2 s (--timeout): it hangs in join_torch (allreduce.py")
+
+
+def test_ctrl_c(tmp_path):
+    job = Job(f"exec env {by_hand(0, processes.free_port())}", cwd=tmp_path)
+    time.sleep(3)
+    job.signal(signal.SIGINT)
+    assert job.finish(timeout=10) == -signal.SIGINT
+    assert job.output() == ""
+
+
+def test_on_a_cluster(cluster, tmp_path):
+    for name in ("benchmarks", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    job = SlurmJob(cluster, tmp_path, "--nodes=2 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh "
+                                      "scripts/doctor.py --dataset mnist")
+    log = job.finish()
+    assert "doctor: all is well: world size 4 on 2 hosts, device cpu" in verdict(log)
+    assert "| 3 | node2 | 1 | cpu | " in log
+    alone = cluster.run(f"srun --nodes=2 python {SCRIPT}", status=1)
+    assert "doctor: srun started 2 of these, and this one is rank 0 of 1" in alone
