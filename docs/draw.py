@@ -158,7 +158,7 @@ def ring():
             drawing.box(left + part * 23, 338 + rank * 40, 20, 28, "none", stroke=INK, radius=0)
     for rank, color in enumerate(RANKS):
         drawing.circle(52, 352 + rank * 40, 15, color, f"{rank}")
-    drawing.text(440, 530, "four chunks on each process, in the colours of the gradients in their sums; what came is framed",
+    drawing.text(440, 530, "four chunks a process, in the colours of the gradients in their sum; framed is what came",
                  size=12, color=QUIET)
     return drawing.svg()
 

@@ -1,0 +1,157 @@
+"""What the documents say is so: their links lead somewhere, their figures are those that the code gives."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.launch
+from launch import ROOT, checkpoint, need_horovod, run
+
+from common import data, flags, models, schedule
+from docs import changes, draw
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+CPU = torch.device("cpu")
+
+
+def path_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def prose(page):
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def links(page):
+    """(file, anchor) of each link and image of a page that stays in the repository."""
+    text = re.sub(r"`[^`\n]*`", "", prose(page))  # brackets in code are no links
+    found = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+    targets = [target for pair in found for target in pair if target and not re.match(r"[a-z]+:", target)]
+    for file, _, anchor in (target.partition("#") for target in targets):
+        yield ((page.parent / file).resolve() if file else page), anchor
+
+
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    slugs = []
+    for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        slugs.append(f"{slug}-{slugs.count(slug)}" if slug in slugs else slug)
+    return slugs
+
+
+def table(page, first):
+    """The rows of the table in a page of docs/ whose head begins with the cell `first`, as lists of cells."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    end = next(n for n in range(start, len(lines)) if not lines[n].startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2:end]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_links_lead_somewhere(page):
+    for file, anchor in links(page):
+        assert file.exists(), f"{file} is not there"
+        if file.suffix == ".md":
+            assert not anchor or anchor in anchors(file), f"{path_of(file)} has no heading #{anchor}"
+        elif anchor:
+            assert int(anchor.removeprefix("L")) <= len(file.read_text().splitlines())
+
+
+def test_each_page_is_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        ahead += {file for file, _ in links(page) if file.suffix == ".md" and file.exists()} - reached
+    assert [path_of(page) for page in sorted({*ROOT.glob("docs/*.md")} - reached)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=path_of)
+def test_width(page):
+    """At most 120 columns; tables, code and lines with an address may have more."""
+    lines = [line for line in prose(page).splitlines() if not line.startswith("|") and "](" not in line]
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_changes_are_those_of_the_recipes():
+    assert changes.PAGE.read_text() == changes.page(), "python docs/changes.py"
+
+
+def test_drawings_are_those_of_the_script():
+    assert {path.stem: path.read_text() for path in draw.FOLDER.iterdir()} == {
+        name: drawing() for name, drawing in draw.DRAWINGS.items()}, "python docs/draw.py"
+
+
+def arguments(*given):
+    return flags.parser("", "mnist", ("convnet",), 1, 64, 0.1, 0).parse_args(given)
+
+
+def test_example_of_batch_sizes():
+    """Each row is what the data set and the schedule of the recipes give for so many processes."""
+    rows = table("batch-size.md", "processes")
+    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    for row in rows:
+        world_size, batch, global_batch, steps = map(int, row[:4])
+        assert (batch, global_batch) == (32, 32 * world_size)
+        args = arguments("--synthetic", "1024", "-b", str(batch), "--lr", "0.02")
+        for rank in range(world_size):
+            train, _ = data.mnist(args, CPU, rank, world_size)
+            assert len(train) == len([*train]) == steps
+        for scaling, rate in zip(("linear", "sqrt", "none"), row[4:], strict=True):
+            args.scale_lr = scaling
+            assert f"{args.lr * schedule.lr_factor(args, world_size):.3g}" == rate
+
+
+def test_commands_of_batch_sizes(tmp_path):
+    """The two commands under the example take the steps, and say the batch and the rate, that its table has."""
+    commands = re.search(r"^```\n(.*?)^```", (ROOT / "docs/batch-size.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    rows = table("batch-size.md", "processes")
+    for command, (_, batch, global_batch, steps, rate, *_) in zip(
+            commands.splitlines(), (rows[0], rows[-1]), strict=True):
+        printed = run(f"{command} --log-dir {tmp_path / steps}", cwd=ROOT)
+        assert f"batch {batch} per process, {global_batch} global | learning rate {rate}\n" in printed
+        assert checkpoint(tmp_path / steps)["scheduler"]["last_epoch"] == int(steps)
+
+
+def test_sizes_of_the_gradients():
+    for name, parameters, size, sent in table("allreduce.md", "model"):
+        dataset, model = re.fullmatch(r"(.*)'s (.*)", name).groups()
+        args = SimpleNamespace(seed=0, dataset=dataset.lower().replace("-", ""), model=model, channels_last=False,
+                               compile=False)
+        shape = {"mnist": (1, 28, 10), "cifar10": (3, 32, 10), "imagenet": (3, 224, 1000)}[args.dataset]
+        count = sum(weights.numel() for weights in models.build(args, *shape).parameters())
+        assert parameters == f"{count:,}"
+        assert size == f"{4 * count / 1e6:.2f} MB"
+        assert sent == f"{4 * count * 2 * 7 / 8 / 1e6:.2f} MB"
+
+
+def test_what_torch_says_of_its_own():
+    assert hasattr(torch.distributed.launch.main, "__deprecated__")
+    assert not hasattr(torch.nn.DataParallel, "__deprecated__")
+    assert "recommended to use :class:`~torch.nn.parallel.DistributedDataParallel`" in torch.nn.DataParallel.__doc__
+
+
+HOROVOD = """
+import sys, torch, horovod.torch as hvd
+hvd.init()
+pair = torch.tensor([[60000, 1e-8], [60000, 1e-8]])[hvd.rank()]
+sent, kind = hvd.Compression.fp16.compress(pair)
+average = hvd.Compression.fp16.decompress(hvd.allreduce(sent, op=hvd.Average, name="average"), kind)
+assert average.tolist() == [float("inf"), 0], average
+for g, h in [([3, 0], [0, 4]), ([3, 4], [3, 4]), ([1, 0], [1, 2])] if "adasum" in sys.argv else []:
+    g, h = torch.tensor(g).float(), torch.tensor(h).float()
+    expected = (1 - g @ h / (2 * g @ g)) * g + (1 - g @ h / (2 * h @ h)) * h
+    torch.testing.assert_close(hvd.allreduce((g, h)[hvd.rank()], op=hvd.Adasum, name=f"{g}{h}"), expected)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo -np 2", "mpirun --oversubscribe --bind-to none -np 2"])
+def test_what_horovod_does_to_gradients(launcher, tmp_path):
+    """In fp16 a sum overflows before it is divided, and small values are 0; Adasum is what the page says."""
+    need_horovod(launcher)
+    (tmp_path / "check.py").write_text(HOROVOD)
+    run(f"{launcher} python check.py {'adasum' if 'mpi' in launcher else ''}", cwd=tmp_path)
