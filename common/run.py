@@ -39,7 +39,8 @@ class Run:
         self.id = uuid.uuid4().hex  # in results.json and in checkpoints: which belong together
         self.step, self.sums = 0, None  # where in its epoch a resumed run begins, and the metrics that it had there
         self.broken = []  # checkpoints that --resume auto passed by
-        self.start_up = {"imported": IMPORTED, "joined": processes.age()}  # seconds since the process began
+        self.start_up = {"began": time.time() - processes.age(),  # and the seconds from then on
+                         "imported": IMPORTED, "joined": processes.age()}
         self.writer, self.profiler, self.warned = None, None, False
         self.keeps_files = not (args.dry_run or args.evaluate)
         self.watchdog = processes.Watchdog(args.timeout)

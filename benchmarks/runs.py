@@ -1,0 +1,228 @@
+"""Start recipes as a user does and read what they measured: what the benchmarks that compare recipes have in common."""
+
+import datetime
+import gzip
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(1, str(ROOT))
+import torch
+
+from common import failures, flags, machine
+
+WIDE = 0.1  # a spread (largest - smallest, over the median) from which on a table marks a figure
+TITLES = {"single": "one process", "independent": "independent processes", "dp": "DataParallel",
+          "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "hvd_gloo": "Horovod, Gloo",
+          "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
+COLORS = dict(zip(TITLES, ("#444444", "#999999", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#cc79a7", "#009e73"),
+                  strict=True))
+
+
+def command(strategy, processes, folder):
+    """What starts the recipe of `folder` that stands for `strategy`, on so many processes of this machine."""
+    return {
+        "single": f"python {folder}/single.py",
+        "dp": f"python {folder}/dp.py",
+        "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
+        "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
+        "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
+        "hvd_nccl": f"horovodrun -np {processes} python {folder}/hvd.py",
+    }[strategy]
+
+
+def available():
+    """The strategies that this machine can run."""
+    shown = subprocess.run([sys.executable, "-m", "horovod.runner.launch", "--check-build"],
+                           capture_output=True, text=True).stdout
+    there = ["single", "independent", "dp", "ddp_spawn", "ddp_launch"]
+    for name, part in (("hvd_gloo", "Gloo"), ("hvd_mpi", "MPI"), ("hvd_nccl", "NCCL")):
+        if f"[X] {part}" in shown and (name != "hvd_mpi" or shutil.which("mpirun")):
+            there.append(name)
+    if "hvd_nccl" in there and not torch.cuda.is_available():
+        there.remove("hvd_nccl")
+    return there
+
+
+def start(line, threads):
+    """Start a command line with `threads` threads per process; what it prints is kept until it has ended."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads),
+                   "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is read when the command has ended
+    process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+                               env=environment)
+    process.printed = printed
+    return process
+
+
+def finish(process):
+    """Wait for what `start` started; end with one line where it failed."""
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        sys.exit(130)
+    if status:
+        process.printed.seek(0)
+        last = [line for line in process.printed.read().splitlines() if line.strip()][-1:]
+        failures.fail(f"{' '.join(process.args)} ended with status {status} ({' '.join(last)[:300]})", status=1)
+
+
+def measure(setting, threads, options="", profile=False):
+    """Run the recipe of a `setting` once; returns its figures.
+
+    A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per epoch), epochs. The
+    figures are images_per_sec, the median over all epochs but the first one, global_batch, start_up (see Run) with the
+    seconds from the launch until the process began, and with `profile` the parts of a step in seconds.
+    """
+    processes, dataset = setting["processes"], setting["dataset"]
+    alone = setting["strategy"] == "independent"
+    images = setting["batch"] * setting["steps"] * (1 if alone else processes)
+    line = command("single" if alone else setting["strategy"], processes, ROOT / dataset)
+    line += (f" --model {setting['model']} -b {setting['batch']} --synthetic {images} --epochs {setting['epochs']}"
+             f" --lr 0.001 {setting.get('flags', '')} {options}")
+    with tempfile.TemporaryDirectory() as folder:
+        launched = time.time()
+        jobs = [start(f"{line} --log-dir {folder}/{k}" + " --profile" * profile, threads)
+                for k in range(processes if alone else 1)]
+        for job in jobs:
+            finish(job)
+        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*/results.json"))]
+        split = parts(next(Path(folder).glob("0/trace*"))) if profile else None
+    first = results[0]
+    figures = {
+        "images_per_sec": sum(statistics.median(epoch["images_per_sec"] for epoch in result["epochs"][1:] or
+                                                result["epochs"]) for result in results),
+        "global_batch": first["arguments"]["batch_size"] * first["world_size"],
+        "seconds": time.time() - launched,
+        "start_up": {"launcher": first["start_up"]["began"] - launched, **first["start_up"]},
+    }
+    return {**figures, "split": split} if profile else figures
+
+
+def parts(trace):
+    """The parts of a step in seconds, the median over the steps of a trace that --profile wrote on the CPU.
+
+    data is the loader's time; forward goes from zero_grad to the first operation of backward; communication is what is
+    not hidden behind computation: DDP's broadcast of buffers within forward, and the time from the last operation of
+    backward to the optimizer's own step; other is the rest: metrics, the schedule, what the ranks ask each other after
+    a step. On a GPU these would be times of the host.
+    """
+    events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+              if event.get("ph") == "X"]
+
+    def within(name, start, end):
+        """The (start, end) of the events whose names begin so, and which begin between the two."""
+        return sorted((e["ts"], e["ts"] + e["dur"]) for e in events
+                      if e["name"].startswith(name) and start <= e["ts"] < end)
+
+    found = []
+    for step in (event for event in events if event["name"].startswith("ProfilerStep#")):
+        times = step["ts"], step["ts"] + step["dur"]
+        zero_grad = within("Optimizer.zero_grad", *times)[0]
+        backward = within("autograd::engine::evaluate_function", *times)
+        first, last = backward[0][0], max(end for _, end in backward)
+        optimizer = within("Optimizer.step#", *times)[-1]  # Horovod's own step is around it
+        buffers = within("gloo:broadcast", zero_grad[1], first)
+        synchronised = max(end for _, end in buffers) - buffers[0][0] if buffers else 0
+        split = {"data": sum(end - start for start, end in within("enumerate(DataLoader)", *times)),
+                 "forward": first - zero_grad[0] - synchronised, "backward": last - first,
+                 "communication": optimizer[0] - last + synchronised, "optimizer": optimizer[1] - optimizer[0]}
+        found.append({**split, "other": step["dur"] - sum(split.values())})
+    return {name: statistics.median(split[name] for split in found) / 1e6 for name in found[0]}
+
+
+def middle(values):
+    """(median, spread) of what the repetitions of one measurement gave."""
+    median = statistics.median(values)
+    return median, (max(values) - min(values)) / median
+
+
+def marked(values, form="{:,.0f}"):
+    """The median of `values` in a table's cell, with what tells the reader that their spread is wide."""
+    median, spread = middle(values)
+    return form.format(median) + (f" (!{spread:.0%})" if spread > WIDE else "")
+
+
+MARK = f"(!15%) marks a figure whose repetitions lie further apart than {WIDE:.0%} of their median, and how far."
+
+
+def same_global_batch(runs):
+    """End with status 2 where `runs` have different global batches: their times say nothing of each other."""
+    batches = sorted({run["global_batch"] for run in runs})
+    if len(batches) > 1:
+        failures.fail(f"runs of different global batch ({', '.join(map(str, batches))}) cannot be compared: measure "
+                      "them again with one")
+
+
+def about(arguments):
+    """What a result begins with: how, on what and when it was measured."""
+    gpus = "no GPU"
+    if torch.cuda.is_available():
+        gpus = f"{torch.cuda.device_count()} x {machine.hardware(torch.device('cuda', 0))}"
+    return {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+            "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
+            "threads": arguments.threads, "versions": machine.versions(), "date": str(datetime.date.today())}
+
+
+def heading(result):
+    """The same, as the line that stands under a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (f"`{result['command']}`; {result['hardware']}, {result['threads']} thread(s) per process; {versions}; "
+            f"{result['date']}.")
+
+
+def table(names, rows):
+    """A Markdown table: the first two columns to the left, the others to the right."""
+    lines = [names, [*(["---"] * 2), *(["---:"] * (len(names) - 2))], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def parser(doc, repeats):
+    """The flags that all of them have."""
+    p = flags.Parser(description=doc, formatter_class=flags.HelpFormatter, allow_abbrev=False)
+    p.add_argument("--repeats", type=flags.number(int, 1), default=repeats, metavar="N",
+                   help="how often each run is made; they alternate")
+    p.add_argument("--threads", type=flags.number(int, 1), default=1, metavar="N",
+                   help="threads of a process on the CPU")
+    p.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU per process if there is one")
+    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
+    sys.excepthook = failures.excepthook
+    return p
+
+
+def save(arguments, name, result, markdown):
+    """Write NAME.json and NAME.md."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (arguments.out / f"{name}.md").write_text(markdown + "\n")
+    print(markdown)
+
+
+def figure(columns, width=6, height=4):
+    """A matplotlib figure with so many axes side by side, in the manner of all plots here."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "recipes", "svg.fonttype": "none", "font.family": "sans-serif",
+                         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+                         "legend.frameon": False})
+    return plt.subplots(1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False)
+
+
+def save_figure(fig, arguments, name):
+    fig.savefig(arguments.out / f"{name}.svg", metadata={"Date": None}, facecolor="white")

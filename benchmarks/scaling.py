@@ -1,0 +1,201 @@
+"""Measure how the recipes scale over the processes of one machine: images/s, efficiency, and what a step consists of.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --out /tmp/scaling
+    python benchmarks/scaling.py --join one.json two.json --out /tmp/joined
+
+Weak scaling: each process has the same batch, so that the global batch grows. Strong scaling: the global batch stays.
+`independent` is as many single.py side by side, which tell each other nothing: what the cores, the memory and the power
+of this machine give at most. --join draws what was measured before, on one or several machines, and refuses strong
+scaling over different global batches. Generated images; the first epoch warms up and does not count.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+import runs
+from tqdm import tqdm
+
+from common import failures, flags
+
+# steps per epoch with the batch of one process, which is also the weak-scaling one
+WORK = {"mnist": {"model": "convnet", "batch": 64, "steps": 30, "epochs": 3},
+        "cifar10": {"model": "resnet18", "batch": 32, "steps": 4, "epochs": 2}}
+PROFILED = {"steps": 12, "epochs": 1}  # of which --profile records six
+PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
+PART_COLORS = ("#bbbbbb", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#eeeeee")
+
+
+def settings(arguments):
+    """All runs of one repetition; a run that both weak and strong scaling need is made once."""
+    found = []
+    for dataset in arguments.datasets:
+        work = WORK[dataset] | {"dataset": dataset}
+        batch = arguments.batch_size or work["batch"]
+        most = max(arguments.processes)
+        whole = 2 * batch if most > 1 else batch  # the global batch of strong scaling
+        for processes in arguments.processes:
+            if whole % processes:
+                failures.fail(f"a global batch of {whole} does not divide over {processes} processes: runs of "
+                              "different global batch cannot be compared")
+            names = ["single"] if processes == 1 else arguments.strategies
+            if processes == 2 or (processes > 2 and arguments.independent):
+                names = ["independent", *names]
+            for name in names:
+                setting = work | {"strategy": name, "processes": processes}
+                weak = setting | {"batch": batch, "modes": ["weak"]}
+                strong = setting | {"batch": whole // processes, "modes": ["strong"]}
+                if name == "independent":
+                    found.append(weak)
+                elif weak["batch"] == strong["batch"]:
+                    found.append(weak | {"modes": ["weak", "strong"]})
+                else:
+                    found += [weak, strong]
+    return found
+
+
+def run_all(arguments):
+    """The runs of all repetitions, alternated, and one more of each for the parts of a step."""
+    measured = settings(arguments)
+    for setting in measured:
+        setting["images_per_sec"] = []
+    options = f"--device {arguments.device}"
+    todo = [(setting, False) for _ in range(arguments.repeats) for setting in measured]
+    todo += [(setting, True) for setting in measured if "weak" in setting["modes"] and
+             setting["strategy"] != "independent"]
+    for setting, profile in tqdm(todo, unit="run", desc="scaling"):
+        if profile:
+            figures = runs.measure(setting | PROFILED, arguments.threads, options, profile=True)
+            setting["split"] = figures["split"]
+        else:
+            figures = runs.measure(setting, arguments.threads, options)
+            setting["images_per_sec"].append(figures["images_per_sec"])
+            setting["global_batch"] = figures["global_batch"]
+    return measured
+
+
+def alone(results, run):
+    """The run of one process that `run` is measured against."""
+    mode = "weak" if run["mode"] == "weak" else "strong"
+    return next((other for other in results if other["strategy"] == "single" and other["dataset"] == run["dataset"] and
+                 other["mode"] == mode), None)
+
+
+def ratio(run, other, times=1):
+    """The median over the repetitions of the images/s of `run` by those of `other`, which alternated with it."""
+    return statistics.median(a / (b * times) for a, b in zip(run["images_per_sec"], other["images_per_sec"],
+                                                             strict=False))
+
+
+def rows(results):
+    """Each run once for each mode that it belongs to, with its efficiencies."""
+    found = [run | {"mode": mode} for run in results for mode in run["modes"]]
+    for dataset in {run["dataset"] for run in found}:
+        runs.same_global_batch([run for run in found if run["mode"] == "strong" and run["dataset"] == dataset])
+    for run in found:
+        single = alone(found, run)
+        limit = next((other for other in found if other["strategy"] == "independent" and run["mode"] == "weak" and
+                      (other["dataset"], other["processes"]) == (run["dataset"], run["processes"])), None)
+        run["efficiency"] = single and ratio(run, single, run["processes"])
+        run["of_limit"] = limit and ratio(run, limit)
+        step = run["global_batch"] * (run["processes"] if run["strategy"] == "independent" else 1)
+        run["step"] = step / statistics.median(run["images_per_sec"])
+    return sorted(found, key=lambda run: (run["dataset"], run["mode"] != "weak", run["processes"],
+                                          list(runs.TITLES).index(run["strategy"])))
+
+
+def markdown(result, found):
+    lines = ["# Scaling", "", runs.heading(result), "",
+             "efficiency: images/s of p processes by p times those of one. of the limit: by those of p independent",
+             "processes side by side. " + runs.MARK, ""]
+    for dataset in result["datasets"]:
+        for mode in ("weak", "strong"):
+            chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == mode]
+            if not chosen:
+                continue
+            fixed = f"{chosen[0]['batch']} images per process" if mode == "weak" else \
+                f"{chosen[0]['global_batch']} images in the global batch"
+            lines += [f"## {dataset}, {chosen[0]['model']}, {mode} scaling: {fixed}", "", runs.table(
+                ["strategy", "processes", "batch per process", "global batch", "images/s", "efficiency", "of the limit",
+                 "ms per step"],
+                [[runs.TITLES[run["strategy"]], run["processes"], run["batch"],
+                  "-" if run["strategy"] == "independent" else run["global_batch"],
+                  runs.marked(run["images_per_sec"]),
+                  *(f"{run[name]:.2f}" if run[name] else "-" for name in ("efficiency", "of_limit")),
+                  f"{run['step'] * 1e3:,.1f}"] for run in chosen]), ""]
+    split = [run for run in found if "split" in run and run["mode"] == "weak"]
+    lines += ["## What a step consists of, in ms", "",
+              "From a trace (`--profile`) of a run of its own, the same batch per process; communication is what is",
+              "not hidden behind backward. See `parts` in benchmarks/runs.py.", "", runs.table(
+                  ["dataset", "strategy", "processes", *PARTS],
+                  [[run["dataset"], runs.TITLES[run["strategy"]], run["processes"],
+                    *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)] for run in split]), "",
+              "![images/s over processes, and what a step consists of](scaling.svg)"]
+    return "\n".join(lines)
+
+
+def draw(arguments, result, found):
+    """Weak scaling of each data set (images/s over processes), and beside it the parts of a step."""
+    fig, ((*axes, parts),) = runs.figure(len(result["datasets"]) + 1, width=5)
+    for ax, dataset in zip(axes, result["datasets"], strict=True):
+        chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == "weak"]
+        single = next((run for run in chosen if run["strategy"] == "single"), None)
+        for name in dict.fromkeys(run["strategy"] for run in chosen if run["strategy"] != "single"):
+            line = [run for run in (single, *chosen) if run and run["strategy"] in ("single", name)]
+            ax.errorbar([run["processes"] for run in line],
+                        [statistics.median(run["images_per_sec"]) for run in line],
+                        yerr=[[abs(edge(run["images_per_sec"]) - statistics.median(run["images_per_sec"]))
+                               for run in line] for edge in (min, max)],
+                        marker="o", capsize=3, label=runs.TITLES[name], color=runs.COLORS[name],
+                        linestyle="--" if name == "independent" else "-")
+        most = max(run["processes"] for run in chosen)
+        if single:
+            ax.plot([1, most], [statistics.median(single["images_per_sec"]) * p for p in (1, most)], color="#cccccc",
+                    linestyle=":", label="p times one process", zorder=0)
+        ax.set(title=f"{dataset}, {chosen[0]['model']}, {chosen[0]['batch']} images per process", xlabel="processes",
+               ylabel="images/s", ylim=(0, None), xticks=sorted({run["processes"] for run in chosen}))
+        ax.legend()
+    split = [run for run in found if "split" in run and run["mode"] == "weak"]
+    labels = [f"{run['dataset']}: {runs.TITLES[run['strategy']]} x{run['processes']}" for run in split]
+    left = [0.0] * len(split)
+    for part, color in zip(PARTS, PART_COLORS, strict=True):
+        shares = [100 * run["split"][part] / sum(run["split"].values()) for run in split]
+        parts.barh(labels, shares, left=left, color=color, label=part)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    parts.set(title="parts of a step", xlabel="% of the step")
+    parts.invert_yaxis()
+    parts.grid(axis="y", visible=False)
+    parts.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.12))
+    runs.save_figure(fig, arguments, "scaling")
+
+
+def parse_args():
+    there = [name for name in runs.available() if name.startswith(("ddp", "hvd"))]
+    parser = runs.parser(__doc__, repeats=3)
+    parser.add_argument("--datasets", nargs="+", choices=WORK, default=list(WORK), help="which recipes")
+    parser.add_argument("--strategies", nargs="+", choices=there, help="how they average gradients",
+                        default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_nccl") if name in there])
+    parser.add_argument("--processes", nargs="+", type=flags.number(int, 1), default=[1, 2, 4], metavar="N")
+    parser.add_argument("-b", "--batch-size", type=flags.number(int, 1), metavar="N",
+                        help="images per process in weak scaling; twice as many are the global batch of strong scaling")
+    parser.add_argument("--independent", action="store_true", help="so many independent processes also beyond two")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="draw these results and run nothing")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_args()
+    if arguments.join:
+        parts = [json.loads(path.read_text()) for path in arguments.join]
+        result = parts[0] | {"datasets": list(dict.fromkeys(name for part in parts for name in part["datasets"])),
+                             "runs": [run for part in parts for run in part["runs"]]}
+    else:
+        result = runs.about(arguments) | {"datasets": arguments.datasets, "runs": run_all(arguments)}
+    found = rows(result["runs"])
+    runs.save(arguments, "scaling", result, markdown(result, found))
+    draw(arguments, result, found)
+
+
+if __name__ == "__main__":
+    main()
