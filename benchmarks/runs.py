@@ -184,9 +184,9 @@ def heading(result):
             f"{result['date']}.")
 
 
-def table(names, rows):
-    """A Markdown table: the first two columns to the left, the others to the right."""
-    lines = [names, [*(["---"] * 2), *(["---:"] * (len(names) - 2))], *rows]
+def table(names, rows, left=1):
+    """A Markdown table: the first `left` columns to the left, the others to the right."""
+    lines = [names, [*(["---"] * left), *(["---:"] * (len(names) - left))], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 

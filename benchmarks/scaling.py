@@ -130,7 +130,7 @@ def markdown(result, found):
               "not hidden behind backward. See `parts` in benchmarks/runs.py.", "", runs.table(
                   ["dataset", "strategy", "processes", *PARTS],
                   [[run["dataset"], runs.TITLES[run["strategy"]], run["processes"],
-                    *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)] for run in split]), "",
+                    *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)] for run in split], left=2), "",
               "![images/s over processes, and what a step consists of](scaling.svg)"]
     return "\n".join(lines)
 
