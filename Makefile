@@ -1,11 +1,11 @@
-# make demo: train on two processes. make test: prove every recipe. make fuzz: look longer for a checkpoint that does harm.
-# All set up .venv first.
+# make demo: train on two processes. make test: prove every recipe. make benchmarks: measure all tables and plots again.
+# make fuzz: look longer for a checkpoint that does harm. All set up .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a component that is missing fails the run instead of skipping its tests
 REQUIRE_ALL ?=
 export REQUIRE_ALL
-SCRIPTS = $(wildcard scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
+SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=2 mnist/ddp_launch.py --synthetic --epochs 3 --device cpu
@@ -33,7 +33,10 @@ $(VENV)/.tools: $(VENV)/.recipes tests/requirements.txt
 $(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
 	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
 
+benchmarks: $(VENV)/.tools $(VENV)/.horovod
+	PATH="$(abspath $(VENV))/bin:$$PATH" benchmarks/all.sh
+
 fuzz: $(VENV)/.tools
 	FUZZ=200000 $(VENV)/bin/python -m pytest -n 2 --timeout 0 tests/test_checkpoint.py -k fuzz
 
-.PHONY: demo test lint fuzz
+.PHONY: demo test lint benchmarks fuzz

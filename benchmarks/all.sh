@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Measure all that benchmarks/results has, on this machine: make benchmarks. Some 14 minutes on two cores, which should
+# have nothing else to do. An argument is the folder for the results; what follows goes to the scripts that repeat runs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+results=${1:-benchmarks/results}
+shift || true
+mkdir -p "$results"
+export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1  # as root, in a container
+
+allreduce() {  # name, and what starts the processes
+    local name=$1
+    shift
+    echo "allreduce: $*" >&2
+    echo "\`$* benchmarks/allreduce.py\`:"
+    echo
+    "$@" benchmarks/allreduce.py --json "$results/allreduce-$name.json" | sed 's/^\[[0-9,]*\]<stdout>://'
+    echo
+}
+{
+    echo "# All-reduce"
+    echo
+    allreduce gloo-2 torchrun --standalone --nproc-per-node=2
+    allreduce gloo-4 torchrun --standalone --nproc-per-node=4
+    if python -c "import horovod.torch" 2> /dev/null; then
+        allreduce horovod-gloo-2 horovodrun --gloo -np 2 python
+        if command -v mpirun > /dev/null; then
+            allreduce horovod-mpi-2 mpirun --oversubscribe --bind-to none -np 2 python
+        fi
+    fi
+} > "$results/allreduce.md"
+for script in scaling compare startup; do
+    python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
+done
+python benchmarks/model.py --out "$results" > /dev/null
+if python -c "import horovod.torch" 2> /dev/null; then
+    timeline=$(mktemp)
+    HOROVOD_TIMELINE=$timeline horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1 \
+        --log-dir "$timeline.run" > /dev/null
+    python benchmarks/timeline.py "$timeline" "$results/timeline.svg"
+    rm -r "$timeline" "$timeline.run"
+fi
+if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    python benchmarks/gpu.py --out "$results" "$@" > /dev/null
+fi

@@ -1,0 +1,77 @@
+"""Draw one step of a timeline that Horovod has recorded: when each gradient waited, and when it travelled.
+
+    HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1
+    python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg
+
+The step is the last but one of training.
+"""
+
+import json
+from pathlib import Path
+
+import runs
+
+from common import failures, flags
+
+COLORS = {"NEGOTIATE_ALLREDUCE": "#dddddd", "ALLREDUCE": "#999999", "MEMCPY_IN_FUSION_BUFFER": "#e69f00",
+          "GLOO_ALLREDUCE": "#d55e00", "MPI_ALLREDUCE": "#d55e00", "NCCL_ALLREDUCE": "#d55e00",
+          "MEMCPY_OUT_FUSION_BUFFER": "#f0c060"}
+
+
+def read(path):
+    """{gradient: [(what, start, end in microseconds)]} of a timeline, which lacks its last bracket."""
+    try:
+        events = json.loads(path.read_text().rstrip().rstrip(",").rstrip("]") + "]")
+    except (OSError, ValueError) as error:
+        failures.fail(f"{path} is no timeline of Horovod ({error})")
+    names = {event["pid"]: event["args"]["name"] for event in events
+             if event.get("name") == "process_name" and "name" in event["args"]}
+    found, begun = {}, {}
+    for event in events:
+        name = names.get(event.get("pid"), "")
+        if name.startswith("allreduce.") and name != "allreduce.sums":  # the recipes' own, for metrics
+            stack = begun.setdefault(name, [])
+            if event["ph"] == "B":
+                stack.append((event["name"], event["ts"]))
+            elif event["ph"] == "E" and stack:
+                what, start = stack.pop()
+                found.setdefault(name.removeprefix("allreduce."), []).append((what, start, event["ts"]))
+    return found
+
+
+def one_step(gradients):
+    """The events of the last step but one: what follows each gradient's last NEGOTIATE but one, in order of arrival."""
+    chosen = {}
+    for name, events in gradients.items():
+        starts = [start for what, start, _ in events if what == "NEGOTIATE_ALLREDUCE"]
+        if len(starts) < 3:
+            failures.fail("the timeline has fewer than three steps: record a longer run")
+        chosen[name] = [event for event in events if starts[-2] <= event[1] < starts[-1]]
+    return sorted(chosen.items(), key=lambda item: min(start for _, start, _ in item[1]))
+
+
+def main():
+    parser = flags.Parser(description=__doc__, formatter_class=flags.HelpFormatter, allow_abbrev=False)
+    parser.add_argument("timeline", type=Path, help="what HOROVOD_TIMELINE named")
+    parser.add_argument("picture", type=Path, help="where the drawing goes, as SVG")
+    arguments = parser.parse_args()
+    rows = one_step(read(arguments.timeline))
+    first = min(start for _, events in rows for _, start, _ in events)
+    fig, ((ax,),) = runs.figure(1, width=9, height=1.5 + 0.28 * len(rows))
+    seen = set()
+    for row, (_, events) in enumerate(rows):
+        for what, start, end in sorted(events, key=lambda event: event[1] - event[2]):  # the longest lie below
+            if what in COLORS:
+                ax.barh(row, (end - start) / 1e3, left=(start - first) / 1e3, color=COLORS[what],
+                        label=what if what not in seen else None)
+                seen.add(what)
+    ax.set(yticks=range(len(rows)), yticklabels=[name for name, _ in rows],
+           xlabel="ms since the first gradient was made")
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.18 * 10 / len(rows)))
+    fig.savefig(arguments.picture, metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()
