@@ -203,6 +203,7 @@ def main():
     say(f"doctor: all is well{' but for the warnings' if warnings else ''}: world size {group.world_size} on {hosts} "
         f"host{'s' * (hosts > 1)}, device {group.device.type} ({machine.hardware(group.device)})")
     group.leave()
+    failures.end(0)
 
 
 if __name__ == "__main__":
