@@ -1,0 +1,152 @@
+"""The benchmarks measure what they say, refuse what cannot be compared, and the model predicts what they measured."""
+
+import gzip
+import json
+
+import model
+import pytest
+import runs
+import scaling
+from launch import ROOT, need, need_horovod, run
+
+SCALING = f"python {ROOT}/benchmarks/scaling.py"
+
+
+def test_what_an_all_reduce_takes():
+    assert model.ring(1, 1000, 1, 1) == model.tree(1, 1000, 1, 1) == 0
+    assert model.ring(4, 1000, alpha=0, beta=1) == 1500  # 2 (p - 1)/p n
+    assert model.ring(4, 1000, alpha=1, beta=0) == 6
+    assert model.tree(8, 1000, alpha=1, beta=1) == 6 * 1001
+    assert model.ring(1024, 100, 1e-5, 1e-9) > model.tree(1024, 100, 1e-5, 1e-9)
+    assert model.ring(1024, 10**9, 1e-5, 1e-9) < model.tree(1024, 10**9, 1e-5, 1e-9)
+
+
+@pytest.mark.parametrize("p", [2, 4, 16])
+def test_the_fit_finds_alpha_and_beta(p):
+    sizes = [{"bytes": 4**k, "seconds": model.ring(p, 4**k, 3e-5, 2e-10)} for k in range(1, 14)]
+    assert model.fit({"processes": p, "sizes": sizes}) == pytest.approx((3e-5, 2e-10))
+
+
+def test_a_step_hides_what_it_can():
+    """Of what is sent while backward goes on only the last bucket is seen."""
+    def all_reduce(size):
+        return size * 1e-9
+
+    size = 60 * model.MIB
+    assert model.buckets(size) == [n * model.MIB for n in (1, 25, 25, 9)]
+    assert model.step(1.0, 0.5, size, all_reduce, overlap=False) == pytest.approx(1 + size * 1e-9)
+    assert model.step(1.0, 0.5, size, all_reduce, overlap=True) == pytest.approx(1 + 9 * model.MIB * 1e-9)
+    assert model.step(1.0, 1e-6, size, all_reduce, overlap=True) == pytest.approx(1 + size * 1e-9, rel=1e-3)
+
+
+def test_the_model_predicts_what_was_measured():
+    """DDP's step on 1, 2 and 4 processes, from the step of one process and the all-reduce alone."""
+    measured, _, fits = model.read(runs.RESULTS)
+    works = model.workloads(measured)
+    assert [work["dataset"] for work in works] == ["mnist", "cifar10"]
+    for work in works:
+        assert set(work["measured"]) == {1, 2, 4}
+        for p, seconds in work["measured"].items():
+            assert model.predict(work, p, fits, cores=2) == pytest.approx(seconds, rel=0.35), (work["dataset"], p)
+
+
+def test_the_published_table():
+    """The model goes through the published times, and says that CIFAR-10 is slower on 16 GPUs than on 8."""
+    seconds, *_ = model.published_model()
+    for dataset, times in model.PUBLISHED.items():
+        for gpus, known in times.items():
+            assert seconds(dataset, gpus) == pytest.approx(known, rel=0.01)
+    assert seconds("cifar10", 16) > seconds("cifar10", 8) < seconds("cifar10", 4)
+    assert min((8, 16, 32), key=lambda p: seconds("mnist", p)) == 32
+
+
+def test_ddp_reaches_the_limit_of_the_machine():
+    """What results/scaling.json says: two DDP processes come to 0.9 of two that tell each other nothing."""
+    found = scaling.rows(json.loads((runs.RESULTS / "scaling.json").read_text())["runs"])
+    reached = {run["strategy"]: run["of_limit"] for run in found
+               if (run["dataset"], run["mode"], run["processes"]) == ("cifar10", "weak", 2)}
+    assert reached["ddp_launch"] >= 0.9
+    assert reached["independent"] == 1
+    assert "hvd_gloo" in reached
+
+
+def test_scaling(tmp_path):
+    shown = run(f"{SCALING} --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu --out one",
+                tmp_path)
+    assert "| DDP, torchrun | 2 | 64 | 128 |" in shown
+    assert "scaling: 100%" in shown
+    result = json.loads((tmp_path / "one" / "scaling.json").read_text())
+    assert {"command", "hardware", "versions", "date", "threads"} <= result.keys()
+    by_name = {(r["strategy"], r["processes"], *r["modes"]): r for r in result["runs"]}
+    assert by_name.keys() == {("single", 1, "weak"), ("single", 1, "strong"), ("independent", 2, "weak"),
+                              ("ddp_launch", 2, "weak", "strong")}
+    split = by_name["ddp_launch", 2, "weak", "strong"]["split"]
+    assert set(split) == set(scaling.PARTS)
+    assert min(split.values()) >= 0 and split["forward"] + split["backward"] > 0.002
+    assert "DDP, torchrun" in (tmp_path / "one" / "scaling.svg").read_text()
+    for other in result["runs"]:  # a second machine's, with twice the batch
+        other["global_batch"] *= 2
+    (tmp_path / "two.json").write_text(json.dumps(result))
+    shown = run(f"{SCALING} --join one/scaling.json two.json --out joined", cwd=tmp_path, status=2)
+    assert shown == ("scaling.py: runs of different global batch (128, 256) cannot be compared: measure them again "
+                     "with one\n")
+    assert not (tmp_path / "joined").exists()
+
+
+@pytest.mark.parametrize(("command", "says"), [
+    ("scaling.py --processes 1 3", "scaling.py: a global batch of 128 does not divide over 3 processes"),
+    ("compare.py --global-batch 33", "compare.py: --global-batch 33 does not divide over 2 processes"),
+    ("model.py --out nowhere", "model.py: nowhere has no scaling.json and allreduce-gloo-2.json: make benchmarks"),
+    ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is no timeline of Horovod"),
+    ("gpu.py", "gpu.py: torch sees no GPU: run it on a machine that has one"),
+], ids=lambda value: value.split()[0])
+def test_wrong_input(command, says, tmp_path):
+    shown = run(f"python {ROOT}/benchmarks/{command}", cwd=tmp_path, status=2, CUDA_VISIBLE_DEVICES="")
+    assert shown.startswith(says)
+    assert shown.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wide_spread_is_marked():
+    assert runs.marked([100, 101, 102]) == "101"
+    assert runs.marked([100, 120, 110]) == "110 (!18%)"
+
+
+def test_start_up(tmp_path):
+    shown = run(f"python {ROOT}/benchmarks/startup.py --strategies ddp_launch --repeats 1 --out .", cwd=tmp_path)
+    parts = json.loads((tmp_path / "startup.json").read_text())["runs"][0]["parts"]
+    assert len(parts) == 5
+    assert min(parts) >= 0
+    assert 1 < sum(parts) < 60
+    assert f"{sum(parts):.2f}" in shown
+
+
+def test_timeline(tmp_path):
+    need_horovod("gloo")
+    run(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1", cwd=tmp_path,
+        HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
+    run(f"python {ROOT}/benchmarks/timeline.py timeline.json timeline.svg", cwd=tmp_path)
+    picture = (tmp_path / "timeline.svg").read_text()
+    for text in ("GLOO_ALLREDUCE", "9.weight", "0.bias"):
+        assert text in picture
+
+
+def test_parts_of_a_step(tmp_path):
+    """A trace of one step whose parts are known."""
+    names = [("ProfilerStep#6", 0, 100), ("enumerate(DataLoader)#x", 5, 10),
+             ("Optimizer.zero_grad#SGD.zero_grad", 20, 1), ("gloo:broadcast", 22, 3), ("autograd::engine::evaluate_function: A", 50, 10),
+             ("autograd::engine::evaluate_function: B", 61, 9), ("Optimizer.step#SGD.step", 71, 20),
+             ("Optimizer.step#SGD.step", 85, 5)]
+    events = [{"ph": "X", "name": name, "ts": ts, "dur": dur} for name, ts, dur in names]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    seconds = {"data": 10, "forward": 27, "backward": 20, "communication": 18, "optimizer": 5, "other": 20}
+    assert runs.parts(path) == pytest.approx({name: value / 1e6 for name, value in seconds.items()})
+
+
+def test_results_say_how_they_were_measured():
+    tables = sorted(runs.RESULTS.glob("*.md"))
+    need(tables, "benchmarks/results: make benchmarks")
+    for path in tables:
+        text = path.read_text()
+        assert "python" in text and "torch 2" in text and "20" in text, path
