@@ -71,8 +71,7 @@ def test_ddp_reaches_the_limit_of_the_machine():
 
 
 def test_scaling(tmp_path):
-    shown = run(f"{SCALING} --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu --out one",
-                tmp_path)
+    shown = run(f"{SCALING} --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --out one", tmp_path)
     assert "| DDP, torchrun | 2 | 64 | 128 |" in shown
     assert "scaling: 100%" in shown
     result = json.loads((tmp_path / "one" / "scaling.json").read_text())
@@ -134,9 +133,9 @@ def test_timeline(tmp_path):
 def test_parts_of_a_step(tmp_path):
     """A trace of one step whose parts are known."""
     names = [("ProfilerStep#6", 0, 100), ("enumerate(DataLoader)#x", 5, 10),
-             ("Optimizer.zero_grad#SGD.zero_grad", 20, 1), ("gloo:broadcast", 22, 3), ("autograd::engine::evaluate_function: A", 50, 10),
-             ("autograd::engine::evaluate_function: B", 61, 9), ("Optimizer.step#SGD.step", 71, 20),
-             ("Optimizer.step#SGD.step", 85, 5)]
+             ("Optimizer.zero_grad#SGD.zero_grad", 20, 1), ("gloo:broadcast", 22, 3),
+             ("autograd::engine::evaluate_function: A", 50, 10), ("autograd::engine::evaluate_function: B", 61, 9),
+             ("Optimizer.step#SGD.step", 71, 20), ("Optimizer.step#SGD.step", 85, 5)]
     events = [{"ph": "X", "name": name, "ts": ts, "dur": dur} for name, ts, dur in names]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
