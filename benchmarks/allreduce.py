@@ -182,7 +182,7 @@ def main():
     if args.json and group.rank == 0:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     group.leave()
-    failures.end(0)  # without destructors, in which gloo aborts one run in fifty on a busy machine
+    failures.end(0)  # without destructors, in which gloo can abort
 
 
 if __name__ == "__main__":

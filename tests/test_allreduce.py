@@ -15,16 +15,16 @@ SCRIPT = ROOT / "benchmarks" / "allreduce.py"
 def test_docstring_command(command, backend, tmp_path):
     if backend.startswith("horovod"):
         need_horovod(backend)
-    output = run(f"{command} --max-bytes 70000 --repeats 3 --json {tmp_path}/out.json", cwd=ROOT,
+    output = run(f"{command} --max-bytes 5000 --repeats 2 --json {tmp_path}/out.json", cwd=ROOT,
                  CUDA_VISIBLE_DEVICES="", PET_STANDALONE="1")
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["backend"], result["processes"], result["hosts"]) == (backend, 2, 1)
-    assert [size["bytes"] for size in result["sizes"]] == [4**k for k in range(1, 9)]
+    assert [size["bytes"] for size in result["sizes"]] == [4**k for k in range(1, 7)]
     assert all(0 < size["seconds"] < 1 and size["spread"] >= 0 for size in result["sizes"])
     assert {"python", "torch"} <= result["versions"].keys()
     assert result["hardware"]["cores"] and result["date"]
     rows = re.findall(r"^\| ([\d,]+) \| ([\d.]+) \| \d+% \| ([\d.]+) \| ([\d.]+) \|$", output, re.MULTILINE)
-    assert len(rows) == 8, output
+    assert len(rows) == 6, output
     for size, (length, microseconds, algorithm, bus) in zip(result["sizes"], rows, strict=True):
         assert int(length.replace(",", "")) == size["bytes"]
         assert float(microseconds) == pytest.approx(size["seconds"] * 1e6, abs=0.06)

@@ -89,8 +89,8 @@ def test_ranks_that_differ(tmp_path):
     need_horovod("mpi")
     (tmp_path / "torchvision-0.1.dist-info").mkdir()  # before the other one in the environment of rank 1
     (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
-    output = run(f"{MPIRUN} -np 1 python {SCRIPT} : -np 1 env PYTHONPATH={tmp_path} python {SCRIPT} -b 64", cwd=tmp_path,
-                 status=1)
+    other = f"env PYTHONPATH={tmp_path} python {SCRIPT} -b 64"
+    output = run(f"{MPIRUN} -np 1 python {SCRIPT} : -np 1 {other}", cwd=tmp_path, status=1)
     assert "--batch-size is 128 on rank 0, 64 on rank 1: start all ranks with the same flags" in verdict(output)
     assert re.search(r"torchvision is \S+ on rank 0, 0.1 on rank 1: ", verdict(output))
 
