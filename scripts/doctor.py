@@ -8,10 +8,11 @@
     sbatch slurm/hvd_2nodes.sh scripts/doctor.py --data-dir data
 
 It takes the place of a recipe, and the flags of the data set's single.py. The last line is the verdict: "all is well"
-and status 0, or what is wrong and what to do, and status 1 (2 for a wrong input). It trains nothing and writes no file.
+and status 0, or what is wrong and what to do, and status 1 (2 for a wrong input). It trains nothing and writes no
+results: --log-dir, --resume and the like change nothing.
 
-With --data-dir it reads the data set there as a recipe does. Without, it generates as many images as the data set has
-for training, and a fifth as many for validation.
+With --data-dir it reads the data set there as a recipe does, which downloads one that is missing. Without, it generates
+as many images as the data set has for training, and a fifth as many for validation.
 """
 
 import argparse
