@@ -30,8 +30,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
-from benchmarks import allreduce  # noqa: E402 - after the line that makes it importable
-from common import data, failures, files, flags, machine, processes, schedule  # noqa: E402
+from benchmarks import allreduce
+from common import data, failures, files, flags, machine, processes, schedule
 
 IMAGES = {"mnist": 60_000, "cifar10": 50_000, "imagenet": 1_281_167}  # for training
 SMALL, LARGE = 4, 2**24  # bytes to reduce

@@ -1,6 +1,7 @@
 """Start recipes as a user does, in a shell, and see that they leave no process behind."""
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -34,12 +35,17 @@ def need(there, what):
         pytest.fail(f"missing: {what}") if os.environ.get("REQUIRE_ALL") else pytest.skip(what)
 
 
-def need_horovod(*launchers):
+@functools.cache
+def horovod_build():
+    """What Horovod's build has, in its own words."""
     check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
-    shown = subprocess.run(check, capture_output=True, text=True)
-    need("[X] PyTorch" in shown.stdout, flags.HOROVOD)
+    return subprocess.run(check, capture_output=True, text=True).stdout
+
+
+def need_horovod(*launchers):
+    need("[X] PyTorch" in horovod_build(), flags.HOROVOD)
     if any("mpi" in launcher for launcher in launchers):
-        need(shutil.which("mpirun") and "[X] MPI" in shown.stdout,
+        need(shutil.which("mpirun") and "[X] MPI" in horovod_build(),
              f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {flags.HOROVOD}")
 
 
