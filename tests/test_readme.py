@@ -1,0 +1,292 @@
+"""Every command in README.md and in docs/ runs as it stands, section by section, in a copy of the repository.
+
+What makes it quick goes behind the command, where it overrules a flag, or into its environment.
+"""
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import SlurmJob, need_cluster
+from launch import RECIPES, ROOT, Job, commands, need, need_horovod, run
+from test_launch import apex_there
+
+from benchmarks import jpeg_tree
+from common import files, processes
+
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("apt-get|cp|diff|export|horovodrun|ip|kill|make|mkdir|mpirun|pip|py-spy|python|sbatch|scancel|scontrol|"
+            "sinfo|source|squeue|srun|ssh|tensorboard|torchrun")
+COMMAND = re.compile(rf"(\w+=\S+ )*({PROGRAMS}) .+")
+# A block of code, a heading, an indented line, or what is between backquotes
+PART = re.compile(r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL)
+ERRORS = "When something goes wrong", "What it says"  # headings of tables that begin with what is printed
+# What another test, or CI, runs: {command: (file, what runs it there)}
+ELSEWHERE = {
+    "make test": (".ci/run", "make lint test REQUIRE_ALL=1"),
+    "scripts/install_horovod.sh": ("Makefile", "scripts/install_horovod.sh && touch"),  # for make test
+    "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": ("tests/launch.py", '_CONFIRM": "1"'),
+    "python benchmarks/jpeg_loader.py --data-dir /tmp/tree":
+        ("tests/test_imagenet.py", "benchmarks/jpeg_loader.py --data-dir {photos}"),
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 cifar10/ddp_launch.py":
+        ("tests/test_slurm.py", "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d "
+                                "--rdzv-endpoint=node1:29500 cifar10/ddp_launch.py"),
+    "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr 0":
+        ("tests/test_slurm.py", "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr {}"),
+    "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py":
+        ("tests/test_slurm.py", '"horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py"'),
+    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun -np 2 python mnist/hvd.py --synthetic --epochs 1":
+        ("tests/test_launch.py", 'HOROVOD_TIMELINE=str(tmp_path / "timeline.json")'),
+    "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": ("tests/test_cluster_faults.py", 'RESTARTS="2"'),
+    "scancel --signal=USR2 JOBID": ("tests/test_cluster_faults.py", "scancel --signal=USR2 {job.id}"),
+    "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10":
+        ("tests/test_slurm.py", '"ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py'),
+    # of docs/batch-size.md, the example
+    "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu":
+        ("tests/test_docs.py", 'run(f"{command} --log-dir'),
+    "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "
+    "--device cpu": ("tests/test_docs.py", 'run(f"{command} --log-dir'),
+    # of docs/strategies.md, without a recipe
+    "python -m torch.distributed.launch": ("tests/test_launch.py", r"torch\.distributed\.launch"),
+}
+# What cannot run here, and why
+NOT_HERE = {
+    "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
+    "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
+    "slurm/ddp_2nodes.sh": "the cluster of the tests has two nodes, and neither partition nor account",
+    "srun --jobid=JOBID --overlap --nodelist=node2 --pty bash": "a shell for a person",
+    "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
+}
+# What goes behind a script that is no recipe; one that is new has to be entered here
+BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20", "docs/screenshot.py": ""}
+
+
+def commands_of(document):
+    """(heading, command) of each command in a document, in its order."""
+    text, heading, found = document.read_text(), "", []
+    for part in PART.finditer(text):
+        language, block, new_heading, indented, span = part.groups()
+        heading = new_heading or heading
+        for line in (block or indented or "").splitlines():
+            command = re.sub(r"(^| +)#.*", "", line).strip()
+            if command and (language == "sh" or COMMAND.fullmatch(command)):
+                found.append((heading, command))
+        command = " ".join((span or "").split())
+        first_cell = text[text.rfind("\n", 0, part.start()):part.start()].count("|") == 1
+        if COMMAND.fullmatch(command) and not (first_cell and heading in ERRORS):
+            found.append((heading, command))
+    return found
+
+
+def to_run():
+    """{(document, heading): commands} without the exceptions, and each command once."""
+    docstrings = [command for recipe in RECIPES for command in commands(recipe)]  # test_launch.py runs them
+    found, seen = {}, {*ELSEWHERE, *NOT_HERE, *docstrings}
+    for document in DOCUMENTS:
+        for heading, command in commands_of(document):
+            if command not in seen:
+                found.setdefault((document.relative_to(ROOT).as_posix(), heading), []).append(command)
+            seen.add(command)
+    return found
+
+
+TO_RUN = to_run()
+
+
+def test_the_lists_of_exceptions():
+    """What they name is in a document, and the file that is said to run it does."""
+    found = {command for document in DOCUMENTS for _, command in commands_of(document)}
+    assert sum(map(len, TO_RUN.values())) > 30
+    assert {*ELSEWHERE, *NOT_HERE} - found == set()
+    for file, runs in ELSEWHERE.values():
+        assert runs in re.sub(r'"\s+f?"', "", (ROOT / file).read_text()), (file, runs)  # parts of a string in one
+
+
+def write_small_data(folder):
+    """MNIST and CIFAR-10 in `folder`, in torchvision's files, with 640 images of noise for training and 64 others."""
+    noise = np.random.default_rng(0).integers(256, size=(640, 3072), dtype=np.uint8)
+    for number, (name, count) in enumerate(zip(files.MNIST_FILES, (640, 640, 64, 64), strict=True)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if number % 2:
+            content = struct.pack(">2i", 2049, count) + (noise[:count, 0] % 10).tobytes()
+        else:
+            content = struct.pack(">4i", 2051, count, 28, 28) + noise[:count, :784].tobytes()
+        (folder / name).write_bytes(content)
+    for name in files.CIFAR10_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        count = 64 if "test" in name else 128
+        batch = {"data": noise[:count], "labels": (noise[:count, 0] % 10).tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+def world_size(command):
+    """How many processes it asks for."""
+    if number := re.search(r"-np (\d+)", command):
+        return int(number[1])
+    nodes = re.search(r"(?:--nnodes=|-n )(\d+)", command)
+    processes = re.search(r"(?:--nproc-per-node=|--gpus-per-node=|-g )(\d+)", command)
+    return (int(nodes[1]) if nodes else 2 if "2nodes" in command else 1) * (int(processes[1]) if processes else 1)
+
+
+class Reader:
+    """Types commands in a copy of the repository, which has .venv, data/ and ImageNet in imagenet-images/."""
+
+    def __init__(self, folder, request):
+        self.folder, self.request, self.long_run = folder, request, None
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "data", "runs", "__pycache__"))
+        (folder / ".venv").symlink_to(sys.prefix)
+        write_small_data(folder / "data")
+        self.environment = {
+            "PET_MASTER_PORT": str(processes.free_port()),  # torchrun's
+            "TORCHDYNAMO_DISABLE": "1"}  # --compile is slow, and test_imagenet.py has it
+
+    def type(self, command):
+        """Run a command, and see that it does what it says."""
+        if "/data/imagenet" in command and not (self.folder / "tree").exists():
+            jpeg_tree.make(self.folder / "tree", images=20)
+        command = command.replace("/data/imagenet", "tree").replace("/tmp/", "")
+        program = next(word for word in command.split() if "=" not in word)
+        script = next(iter(re.findall(r"[\w/]+\.py\b", command)), None)
+        if program == "sbatch" and not script:  # the file's own
+            script = re.search(r"recipe=\$\{1:-(.+)\}", (ROOT / re.search(r"slurm/\w+\.sh", command)[0]).read_text())[1]
+            command += f" {script}"
+        if program in OWN_WAY:
+            OWN_WAY[program](self, command)
+        elif not script or program in ("cp", "diff"):
+            self.run(command, status=1 if program == "diff" else 0)  # the files differ
+        elif script.split("/")[0] in ("docs", "benchmarks"):
+            self.run(f"{command} {BEHIND[script]}")
+        else:
+            self.train(command, program, script)
+
+    def train(self, command, program, script):
+        """A recipe, or the doctor in its place, with small images and one step, or two epochs where it has a folder."""
+        if script == "scripts/doctor.py":
+            command += " --device cpu -b 16"
+        else:
+            size = "-b 4 --image-size 32" if script.startswith("imagenet/") else "-b 16"
+            to_keep = program == "sbatch" or "--log-dir" in command
+            command += f" --device cpu --model lenet {size} {'--epochs 2' if to_keep else '--dry-run'}"
+        if program in ("horovodrun", "mpirun"):
+            need_horovod(command)
+        if program == "sbatch":
+            need_cluster()
+            cluster = self.request.getfixturevalue("cluster")
+            output = SlurmJob(cluster, self.folder, command.removeprefix("sbatch "), SBATCH_GPUS_PER_NODE="1").finish()
+        elif "apex_amp" in script and not apex_there():
+            assert re.search("^apex_amp.py: .*take ddp_amp.py|25.05", self.run(command, status=1), re.MULTILINE)
+            return
+        else:
+            output = self.run(command)
+        assert len(re.findall(rf"world size {world_size(command)}\b", output)) == 1, output
+        assert re.search("epoch 1/|doctor: all is well|images of val: ", output), output
+
+    def run(self, command, status=0):
+        return run(command, self.folder, status, **self.environment)
+
+    def on_cluster(self, command):
+        need_cluster()
+        return self.request.getfixturevalue("cluster").run(command, self.folder)
+
+    def make(self, command):
+        fresh = subprocess.run(["make", "--question", ".venv/.recipes"], cwd=self.folder, capture_output=True)
+        need(fresh.returncode == 0, f"make demo in {sys.prefix}, which is another's or older than requirements.txt")
+        assert "epoch 3/3" in self.run(command)
+
+    def apt_get(self, command):
+        need(list(Path("/var/lib/apt/lists").glob("*_Packages*")), "Debian's lists of packages: apt-get update")
+        self.run(f"{command} --simulate")
+
+    def tensorboard(self, command):
+        job = Job(f"exec {command} --port 0", self.folder)
+        job.wait_for("http://")
+        job.signal(signal.SIGINT)
+        job.finish()
+
+    def kill(self, command):
+        """To a run that is on its way."""
+        if not self.long_run:
+            self.long_run = Job("exec python mnist/single.py --epochs 1000 --device cpu", self.folder)
+            self.long_run.wait_for("epoch 1/")
+        self.run(command.replace("PID", str(self.long_run.process.pid)))
+        self.long_run.wait_for("Current thread" if "USR2" in command else "stopped by SIGUSR1")
+
+    def close(self):
+        if self.long_run:
+            self.long_run.process.terminate()
+            self.long_run.finish()
+
+
+# Programs that are not just run
+OWN_WAY = {
+    "apt-get": Reader.apt_get,
+    "kill": Reader.kill,
+    "make": Reader.make,
+    "pip": lambda reader, command: reader.run(f"{command} --dry-run --no-index"),  # tests/requirements.txt brought it
+    "sinfo": Reader.on_cluster,
+    "srun": Reader.on_cluster,
+    "tensorboard": Reader.tensorboard,
+}
+
+
+@pytest.mark.parametrize(("document", "heading"), TO_RUN, ids=map(" ".join, TO_RUN))
+def test_section(document, heading, tmp_path, request):
+    reader, missing = Reader(tmp_path / "copy", request), None
+    try:
+        for command in TO_RUN[document, heading]:
+            try:
+                reader.type(command)
+            except pytest.skip.Exception as skipped:  # what is behind it may run all the same
+                missing = skipped
+    finally:
+        reader.close()
+    if missing:
+        raise missing
+
+
+TWO = "torchrun --nproc-per-node=2 --no-python true"
+ONE_GOES = ("import os, signal, torch, horovod.torch as hvd", "hvd.init()", "hvd.allreduce(torch.ones(1))",
+            "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)", "hvd.allreduce(torch.ones(1))")
+# What the README's last table explains, and a command that prints it, or the test that sees it and how
+SEEN = {
+    "Setting OMP_NUM_THREADS environment variable": f"env -u OMP_NUM_THREADS {TWO}",
+    "Grad strides do not match bucket view strides": None,  # by hand: 41 s of ddp_launch.py --arch resnet18 --compile
+    "SignalException: Process ... got signal: 2": "timeout --signal=INT 4 torchrun --no-python sleep 60",
+    "mpirun has detected an attempt to run as root": "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true",
+    "There are not enough slots available": "mpirun -np 2 --host localhost:1 true",
+    "EADDRINUSE": TWO,
+    "address already in use": TWO,
+    "no step in 600 s (--timeout): it hangs in ...": ("tests/test_faults.py", "no step in 8 s (--timeout): it hangs"),
+    "another rank is gone: what it printed says why": ("tests/test_faults.py", "another rank is gone"),
+    "Horovod background loop uncaught exception":
+        f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'",
+}
+
+
+@pytest.mark.parametrize("text", SEEN)
+def test_error_text(text, tmp_path):
+    rows = re.findall(r"^\| (`.*?) \|", README.read_text().split("## When something goes wrong")[1], re.MULTILINE)
+    assert {span for row in rows for span in re.findall("`(.+?)`", row)} == set(SEEN)
+    command = SEEN[text]
+    if isinstance(command, tuple):
+        assert command[1] in (ROOT / command[0]).read_text()
+    elif command:
+        need("mpirun" not in command or shutil.which("mpirun"), "apt-get install openmpi-bin")
+        need("run as root" not in text or os.geteuid() == 0, "root, whom mpirun refuses")
+        if "horovodrun" in command:
+            need_horovod("gloo")
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1] if command == TWO else processes.free_port()
+            job = Job(command, tmp_path, PET_MASTER_PORT=str(port))
+            job.finish()
+        assert re.search(re.escape(text).replace(r"\.\.\.", ".*"), job.output()), job.output()
