@@ -45,8 +45,10 @@ ELSEWHERE = {
         ("tests/test_slurm.py", "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr {}"),
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py":
         ("tests/test_slurm.py", '"horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py"'),
-    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun -np 2 python mnist/hvd.py --synthetic --epochs 1":
-        ("tests/test_launch.py", 'HOROVOD_TIMELINE=str(tmp_path / "timeline.json")'),
+    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1":
+        ("tests/test_benchmarks.py", "horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1"),
+    "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg":
+        ("tests/test_benchmarks.py", "python {ROOT}/benchmarks/timeline.py timeline.json timeline.svg"),
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": ("tests/test_cluster_faults.py", 'RESTARTS="2"'),
     "scancel --signal=USR2 JOBID": ("tests/test_cluster_faults.py", "scancel --signal=USR2 {job.id}"),
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10":
@@ -61,6 +63,7 @@ ELSEWHERE = {
 }
 # What cannot run here, and why
 NOT_HERE = {
+    "make benchmarks": "a quarter of an hour; tests/test_benchmarks.py runs its scripts",
     "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
     "slurm/ddp_2nodes.sh": "the cluster of the tests has two nodes, and neither partition nor account",
@@ -143,7 +146,7 @@ class Reader:
 
     def __init__(self, folder, request):
         self.folder, self.request, self.long_run = folder, request, None
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "data", "runs", "__pycache__"))
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__"))
         (folder / ".venv").symlink_to(sys.prefix)
         write_small_data(folder / "data")
         self.environment = {
