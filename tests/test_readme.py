@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
 from launch import RECIPES, ROOT, Job, commands, need, need_horovod, run
-from test_launch import apex_there
 
 from benchmarks import jpeg_tree
 from common import files, processes
@@ -71,7 +70,7 @@ NOT_HERE = {
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
 # What goes behind a script that is no recipe; one that is new has to be entered here
-BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20", "docs/screenshot.py": ""}
+BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20"}
 
 
 def commands_of(document):
@@ -133,16 +132,13 @@ def write_small_data(folder):
 
 
 def world_size(command):
-    """How many processes it asks for."""
-    if number := re.search(r"-np (\d+)", command):
-        return int(number[1])
-    nodes = re.search(r"(?:--nnodes=|-n )(\d+)", command)
-    processes = re.search(r"(?:--nproc-per-node=|--gpus-per-node=|-g )(\d+)", command)
-    return (int(nodes[1]) if nodes else 2 if "2nodes" in command else 1) * (int(processes[1]) if processes else 1)
+    """How many processes it asks for; a SLURM job has one on a node, where it does not say."""
+    processes = re.search(r"(?:-np |--nproc-per-node=|-g )(\d+)", command)
+    return int(processes[1]) if processes else 2 if "2nodes" in command else 1
 
 
 class Reader:
-    """Types commands in a copy of the repository, which has .venv, data/ and ImageNet in imagenet-images/."""
+    """Types commands in a copy of the repository, which has .venv and data/."""
 
     def __init__(self, folder, request):
         self.folder, self.request, self.long_run = folder, request, None
@@ -167,7 +163,9 @@ class Reader:
             OWN_WAY[program](self, command)
         elif not script or program in ("cp", "diff"):
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
-        elif script.split("/")[0] in ("docs", "benchmarks"):
+        elif script == "docs/screenshot.py":
+            self.screenshot(command)
+        elif script.startswith("benchmarks/"):
             self.run(f"{command} {BEHIND[script]}")
         else:
             self.train(command, program, script)
@@ -186,9 +184,6 @@ class Reader:
             need_cluster()
             cluster = self.request.getfixturevalue("cluster")
             output = SlurmJob(cluster, self.folder, command.removeprefix("sbatch "), SBATCH_GPUS_PER_NODE="1").finish()
-        elif "apex_amp" in script and not apex_there():
-            assert re.search("^apex_amp.py: .*take ddp_amp.py|25.05", self.run(command, status=1), re.MULTILINE)
-            return
         else:
             output = self.run(command)
         assert len(re.findall(rf"world size {world_size(command)}\b", output)) == 1, output
@@ -215,6 +210,14 @@ class Reader:
         job.wait_for("http://")
         job.signal(signal.SIGINT)
         job.finish()
+
+    def screenshot(self, command):
+        """What TensorBoard shows of the runs before, in a browser."""
+        need(shutil.which("chromium"), "apt-get install chromium")
+        names = ", ".join(sorted(folder.name for folder in (self.folder / "runs").iterdir()))
+        assert self.run(command).splitlines() == [
+            f"{tag}: {names}" for tag in ("train/accuracy", "train/loss", "val/accuracy", "val/loss")]
+        assert "ddp-2" in names
 
     def kill(self, command):
         """To a run that is on its way."""
