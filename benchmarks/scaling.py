@@ -6,15 +6,18 @@
 
 Weak scaling: each process has the same batch, so that the global batch grows. Strong scaling: the global batch stays.
 `independent` is as many single.py side by side, which tell each other nothing: what the cores, the memory and the power
-of this machine give at most. --join draws what was measured before, on one or several machines, and refuses strong
-scaling over different global batches. Generated images; the first epoch warms up and does not count.
+of this machine give at most. Of more processes than cores or GPUs only DDP's are measured, for model.py. --join draws
+what was measured before, on one or several machines, and refuses strong scaling over different global batches.
+Generated images; the first epoch warms up and does not count.
 """
 
 import json
+import os
 import statistics
 from pathlib import Path
 
 import runs
+import torch
 from tqdm import tqdm
 
 from common import failures, flags
@@ -39,9 +42,9 @@ def settings(arguments):
             if whole % processes:
                 failures.fail(f"a global batch of {whole} does not divide over {processes} processes: runs of "
                               "different global batch cannot be compared")
-            names = ["single"] if processes == 1 else arguments.strategies
-            if processes == 2 or (processes > 2 and arguments.independent):
-                names = ["independent", *names]
+            full = processes > (torch.cuda.device_count() or os.cpu_count())
+            names = ["single"] if processes == 1 else \
+                [name for name in ("independent", *arguments.strategies) if not full or name == "ddp_launch"]
             for name in names:
                 setting = work | {"strategy": name, "processes": processes}
                 weak = setting | {"batch": batch, "modes": ["weak"]}
@@ -179,7 +182,6 @@ def parse_args():
     parser.add_argument("--processes", nargs="+", type=flags.number(int, 1), default=[1, 2, 4], metavar="N")
     parser.add_argument("-b", "--batch-size", type=flags.number(int, 1), metavar="N",
                         help="images per process in weak scaling; twice as many are the global batch of strong scaling")
-    parser.add_argument("--independent", action="store_true", help="so many independent processes also beyond two")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="draw these results and run nothing")
     return parser.parse_args()
 
