@@ -73,7 +73,7 @@ def draw(arguments, result):
 
 
 def parse_args():
-    parser = runs.parser(__doc__, repeats=3)
+    parser = runs.parser(__doc__, repeats=2)
     parser.add_argument("--dataset", choices=WORK, default="cifar10", help="which recipes")
     parser.add_argument("--processes", type=flags.number(int, 2), default=2, metavar="N")
     parser.add_argument("--global-batch", type=flags.number(int, 1), metavar="N",

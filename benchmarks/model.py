@@ -135,7 +135,9 @@ def published_model():
 
 
 def markdown(scaling, fits, works, cores):
-    lines = ["# A model of the all-reduce, and what it predicts", "", runs.heading(scaling), "",
+    lines = ["# A model of the all-reduce, and what it predicts", "",
+             "`python benchmarks/model.py`, from the results of allreduce.py ([allreduce.md](allreduce.md)) and of "
+             + runs.heading(scaling), "",
              "## alpha and beta of this machine", "", runs.table(
                  ["backend", "processes", "alpha (us)", "1/beta (GB/s)"],
                  [[backend, p, f"{alpha * 1e6:,.0f}", f"{1e-9 / beta:.2f}" if beta else "-"]
