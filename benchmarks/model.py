@@ -15,8 +15,8 @@ travel while backward goes on; on a CPU whose cores are all busy the sending tak
 
 import json
 import math
+import statistics
 
-import numpy as np
 import runs
 import torch
 from scaling import rows
@@ -43,12 +43,18 @@ def tree(p, size, alpha, beta):
 
 
 def fit(measured):
-    """(alpha, beta), neither below zero, that make `ring` come relatively closest to a result of allreduce.py."""
-    p = measured["processes"]
-    seconds = np.array([point["seconds"] for point in measured["sizes"]])
-    terms = np.array([[ring(p, point["bytes"], 1, 0), ring(p, point["bytes"], 0, 1)] for point in measured["sizes"]])
-    found = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
-    return tuple(float(value) for value in np.maximum(found, 0))
+    """(alpha, beta) of `ring` for a result of allreduce.py: medians, as single sizes lie far off on a busy machine.
+
+    alpha is that of messages up to 64 KiB, beta that of those from 16 MiB on, each without what the other one takes.
+    """
+    p, alpha, beta = measured["processes"], 0.0, 0.0
+    times = [(point["bytes"], point["seconds"]) for point in measured["sizes"]]
+    for _ in range(20):
+        beta = max(0, statistics.median((seconds - ring(p, size, alpha, 0)) / ring(p, size, 0, 1)
+                                        for size, seconds in times if size >= 16 * MIB))
+        alpha = max(0, statistics.median((seconds - ring(p, size, 0, beta)) / ring(p, size, 1, 0)
+                                         for size, seconds in times if size <= 64 * 1024))
+    return alpha, beta
 
 
 def buckets(size):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import model
 import pytest
@@ -47,7 +48,7 @@ def test_the_model_predicts_what_was_measured():
     for work in works:
         assert set(work["measured"]) == {1, 2, 4}
         for p, seconds in work["measured"].items():
-            assert model.predict(work, p, fits, cores=2) == pytest.approx(seconds, rel=0.35), (work["dataset"], p)
+            assert model.predict(work, p, fits, cores=2) == pytest.approx(seconds, rel=0.25), (work["dataset"], p)
 
 
 def test_the_published_table():
@@ -144,8 +145,14 @@ def test_parts_of_a_step(tmp_path):
 
 
 def test_results_say_how_they_were_measured():
-    tables = sorted(runs.RESULTS.glob("*.md"))
+    tables = sorted(path for path in runs.RESULTS.glob("*.md") if path.name != "README.md")
     need(tables, "benchmarks/results: make benchmarks")
     for path in tables:
         text = path.read_text()
         assert "python" in text and "torch 2" in text and "20" in text, path
+
+
+def test_the_readme_has_the_measured_rows():
+    rows = re.findall(r"^\| (?:one|independent|DDP|Horovod).*\d \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    assert all(row in (runs.RESULTS / "scaling.md").read_text() for row in rows)

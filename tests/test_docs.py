@@ -15,6 +15,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 CPU = torch.device("cpu")
 
 
+def made(page):
+    """Whether a benchmark wrote it."""
+    return page.parent.name == "results" and page.name != "README.md"
+
+
 def path_of(page):
     return str(page.relative_to(ROOT))
 
@@ -70,9 +75,9 @@ def test_each_page_is_reached_from_the_readme():
     assert [path_of(page) for page in sorted({*ROOT.glob("docs/*.md")} - reached)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=path_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if not made(page)], ids=path_of)
 def test_width(page):
-    """At most 120 columns; tables, code and lines with an address may have more."""
+    """At most 120 columns; tables, code and lines with an address may have more, and what a benchmark wrote."""
     lines = [line for line in prose(page).splitlines() if not line.startswith("|") and "](" not in line]
     assert [line for line in lines if len(line) > 120] == []
 

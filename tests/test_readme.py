@@ -35,6 +35,7 @@ ELSEWHERE = {
     "make test": (".ci/run", "make lint test REQUIRE_ALL=1"),
     "scripts/install_horovod.sh": ("Makefile", "scripts/install_horovod.sh && touch"),  # for make test
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": ("tests/launch.py", '_CONFIRM": "1"'),
+    "python benchmarks/scaling.py --out benchmarks/results": ("tests/test_benchmarks.py", "{SCALING} --datasets mnist"),
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree":
         ("tests/test_imagenet.py", "benchmarks/jpeg_loader.py --data-dir {photos}"),
     "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 cifar10/ddp_launch.py":
