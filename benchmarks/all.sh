@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measure all that benchmarks/results has, on this machine: make benchmarks. A little less than 15 minutes on two cores,
-# which should have nothing else to do. An argument is the folder for the results; what follows goes to the scripts that repeat runs.
+# which should have nothing else to do. An argument is the folder for the results; what follows goes to the scripts that
+# repeat runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
