@@ -33,6 +33,7 @@ def results_of(line):
 
 def parse_args():
     parser = runs.parser(__doc__, repeats=3)
+    parser.set_defaults(device="auto")
     parser.add_argument("--data-dir", default="data", metavar="DIR", help="where MNIST and CIFAR-10 are")
     parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N", help="fewer try the script out")
     parser.add_argument("--synthetic", action="store_true", help="generated images, to try the script out")

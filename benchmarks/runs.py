@@ -197,7 +197,8 @@ def parser(doc, repeats):
                    help="how often each run is made; they alternate")
     p.add_argument("--threads", type=flags.number(int, 1), default=1, metavar="N",
                    help="threads of a process on the CPU")
-    p.add_argument("--device", choices=("auto", "cpu"), default="auto", help="auto: a GPU per process if there is one")
+    p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
+                   help="auto: a GPU for each process, where there are several")
     p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
     sys.excepthook = failures.excepthook
     return p

@@ -36,13 +36,12 @@ def settings(arguments):
     for dataset in arguments.datasets:
         work = WORK[dataset] | {"dataset": dataset}
         batch = arguments.batch_size or work["batch"]
-        most = max(arguments.processes)
-        whole = 2 * batch if most > 1 else batch  # the global batch of strong scaling
+        whole = 2 * batch  # the global batch of strong scaling
         for processes in arguments.processes:
             if whole % processes:
                 failures.fail(f"a global batch of {whole} does not divide over {processes} processes: runs of "
                               "different global batch cannot be compared")
-            full = processes > (torch.cuda.device_count() or os.cpu_count())
+            full = processes > (torch.cuda.device_count() if arguments.device == "auto" else os.cpu_count())
             names = ["single"] if processes == 1 else \
                 [name for name in ("independent", *arguments.strategies) if not full or name == "ddp_launch"]
             for name in names:
@@ -78,13 +77,6 @@ def run_all(arguments):
     return measured
 
 
-def alone(results, run):
-    """The run of one process that `run` is measured against."""
-    mode = "weak" if run["mode"] == "weak" else "strong"
-    return next((other for other in results if other["strategy"] == "single" and other["dataset"] == run["dataset"] and
-                 other["mode"] == mode), None)
-
-
 def ratio(run, other, times=1):
     """The median over the repetitions of the images/s of `run` by those of `other`, which alternated with it."""
     return statistics.median(a / (b * times) for a, b in zip(run["images_per_sec"], other["images_per_sec"],
@@ -97,9 +89,10 @@ def rows(results):
     for dataset in {run["dataset"] for run in found}:
         runs.same_global_batch([run for run in found if run["mode"] == "strong" and run["dataset"] == dataset])
     for run in found:
-        single = alone(found, run)
-        limit = next((other for other in found if other["strategy"] == "independent" and run["mode"] == "weak" and
-                      (other["dataset"], other["processes"]) == (run["dataset"], run["processes"])), None)
+        same = [other for other in found if (other["dataset"], other["mode"]) == (run["dataset"], run["mode"])]
+        single = next((other for other in same if other["strategy"] == "single"), None)
+        limit = next((other for other in same if other["strategy"] == "independent" and
+                      other["processes"] == run["processes"]), None)
         run["efficiency"] = single and ratio(run, single, run["processes"])
         run["of_limit"] = limit and ratio(run, limit)
         step = run["global_batch"] * (run["processes"] if run["strategy"] == "independent" else 1)
@@ -179,7 +172,9 @@ def parse_args():
     parser.add_argument("--datasets", nargs="+", choices=WORK, default=list(WORK), help="which recipes")
     parser.add_argument("--strategies", nargs="+", choices=there, help="how they average gradients",
                         default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_nccl") if name in there])
-    parser.add_argument("--processes", nargs="+", type=flags.number(int, 1), default=[1, 2, 4], metavar="N")
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--processes", nargs="+", type=flags.number(int, 1), metavar="N",
+                        default=[n for n in (1, 2, 4, 8) if n <= (gpus if gpus > 1 else 4)])
     parser.add_argument("-b", "--batch-size", type=flags.number(int, 1), metavar="N",
                         help="images per process in weak scaling; twice as many are the global batch of strong scaling")
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="draw these results and run nothing")
