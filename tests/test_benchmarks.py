@@ -42,13 +42,14 @@ def test_a_step_hides_what_it_can():
 
 def test_the_model_predicts_what_was_measured():
     """DDP's step on 1, 2 and 4 processes, from the step of one process and the all-reduce alone."""
-    measured, _, fits = model.read(runs.RESULTS)
+    measured, all_reduces, fits = model.read(runs.RESULTS)
+    cores = all_reduces[0]["hardware"]["cores"]
     works = model.workloads(measured)
     assert [work["dataset"] for work in works] == ["mnist", "cifar10"]
     for work in works:
         assert set(work["measured"]) == {1, 2, 4}
         for p, seconds in work["measured"].items():
-            assert model.predict(work, p, fits, cores=2) == pytest.approx(seconds, rel=0.25), (work["dataset"], p)
+            assert model.predict(work, p, fits, cores) == pytest.approx(seconds, rel=0.25), (work["dataset"], p)
 
 
 def test_the_published_table():
