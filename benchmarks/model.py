@@ -110,7 +110,7 @@ def predict(work, p, fits, cores):
 
 
 def published(dataset):
-    """What the published times say: (steps of an epoch on one GPU, its step, {GPUs: all-reduce not hidden}) in s."""
+    """What the published times say: (the steps on one GPU, the seconds of one, {GPUs: by how much it grows})."""
     times = PUBLISHED[dataset]
     steps = EPOCHS * IMAGES[dataset] / BATCH[dataset]
     one = times[1] / steps
@@ -118,7 +118,7 @@ def published(dataset):
 
 
 def published_model():
-    """A function (data set, GPUs) -> seconds, and its parameters (alpha, beta between machines, share within one).
+    """(a function (data set, GPUs) -> seconds of the 32 epochs, alpha and beta between machines).
 
     Between machines alpha is what MNIST takes on 32 GPUs, and beta the smallest for which CIFAR-10 is as slow on 32 as
     on 8. Within a machine an all-reduce takes what CIFAR-10's does on 8.
