@@ -28,6 +28,8 @@ class ImageTensor(Dataset):
     """
 
     def __init__(self, images, labels, length=None):
+        if images.dtype != torch.uint8:
+            raise TypeError(f"images are uint8, as normalising them divides by 255, and not {images.dtype}")
         self.images, self.labels, self.length = images, labels, length or len(labels)
 
     def __len__(self):
@@ -109,6 +111,11 @@ class DataObject:
     classes: int
     memory_format: torch.memory_format
 
+    def __post_init__(self):
+        if not isinstance(self.sampler, EpochSampler | range):
+            raise TypeError(f"a {type(self.sampler).__name__} repeats samples in validation, and no run resumes within "
+                            "an epoch with it: take EpochSampler for training, range(rank, N, world_size) to validate")
+
     def __len__(self):
         return len(self.loader)
 
@@ -140,7 +147,7 @@ def mnist(args, device, rank=0, world_size=1):
     Raises SystemExit(2), with one line, where the files are missing or broken. Source: Y. LeCun, C. Cortes, C. Burges.
     """
     train, val = (ImageTensor(*_place(split, args, device)) for split in _read(args, channels=1, size=28))
-    return _objects(train, val, MNIST_MEAN_STD, args, device, rank, world_size)
+    return objects(train, val, MNIST_MEAN_STD, args, device, rank, world_size)
 
 
 def cifar10(args, device, rank=0, world_size=1):
@@ -150,7 +157,7 @@ def cifar10(args, device, rank=0, world_size=1):
     """
     train, val = (_place(split, args, device) for split in _read(args, channels=3, size=32))
     train, val = RandomCropFlip(*train, seed=args.seed), ImageTensor(*val)
-    return _objects(train, val, CIFAR10_MEAN_STD, args, device, rank, world_size)
+    return objects(train, val, CIFAR10_MEAN_STD, args, device, rank, world_size)
 
 
 def imagenet(args, device, rank=0, world_size=1):
@@ -169,10 +176,15 @@ def imagenet(args, device, rank=0, world_size=1):
         trees = files.image_tree(args.data_dir)
         train = jpegs.TrainTree(trees[0], args.image_size, args.seed, args.loader)
         val, classes = jpegs.ValTree(trees[1], args.image_size), len(trees[0].classes)
-    return _objects(train, val, IMAGENET_MEAN_STD, args, device, rank, world_size, classes)
+    return objects(train, val, IMAGENET_MEAN_STD, args, device, rank, world_size, classes)
 
 
-def _objects(train, val, mean_std, args, device, rank, world_size, classes=10):
+def objects(train, val, mean_std, args, device, rank, world_size, classes=10):
+    """A DataObject for training and one for validation, of two datasets that give uint8 images.
+
+    A dataset has `__getitems__(places)`, which returns the images and labels of a batch; the index of a sample is
+    `place % len(self)`, see EpochSampler. `mean_std` is of images in 0..1, a number per channel each.
+    """
     if len(train) < args.batch_size * world_size:
         failures.fail(f"{len(train)} training images do not fill one batch of {args.batch_size} on each of "
                       f"{world_size} processes: take a smaller --batch-size")
@@ -183,11 +195,12 @@ def _objects(train, val, mean_std, args, device, rank, world_size, classes=10):
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
 
     def data_object(dataset, sampler, batch_size, drop_last):
+        on_device = getattr(getattr(dataset, "labels", None), "is_cuda", False)
         # Its own generator: else each epoch draws a number from the global one, and a resumed run differs.
         loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last, num_workers=args.workers,
                             collate_fn=as_it_is, generator=torch.Generator(), worker_init_fn=_in_worker,
                             persistent_workers=args.workers > 0,
-                            pin_memory=device.type == "cuda" and dataset.labels.device.type == "cpu")
+                            pin_memory=device.type == "cuda" and not on_device)
         if args.workers:
             _start_workers(loader)
         return DataObject(dataset, sampler, loader, device, mean_std, classes, memory_format)

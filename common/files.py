@@ -41,9 +41,9 @@ def download(args):
     Call it in one process per machine, and let the others wait; where machines share the folder, a file lock lets the
     first one download for all. A file gets its name when it is whole and has the digest that torchvision knows.
     """
-    if args.synthetic or args.dataset == "imagenet":  # whose owners give it to those who register
+    folder, files = Path(args.data_dir), {"mnist": MNIST_FILES, "cifar10": CIFAR10_FILES}.get(args.dataset)
+    if args.synthetic or not files:  # ImageNet's owners give it to those who register
         return
-    folder, files = Path(args.data_dir), {"mnist": MNIST_FILES, "cifar10": CIFAR10_FILES}[args.dataset]
     if not _missing(folder, files):
         return
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]

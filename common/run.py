@@ -32,6 +32,9 @@ class Run:
     """
 
     def __init__(self, args, strategy, launcher, device, rank=0, world_size=1, all_reduce=not_distributed):
+        if world_size == 1 and {os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} != {"1"}:
+            failures.fail("a launcher started several of these, and each would train by itself: hvd.py takes "
+                          "horovodrun or mpirun, the recipes of DDP take torchrun, and all others none")
         self.args, self.strategy, self.launcher, self.device = args, strategy, launcher, device
         self.rank, self.world_size = rank, world_size
         self.ranks = Ranks(device, rank, world_size, all_reduce)
@@ -108,7 +111,7 @@ class Run:
         results, newest = self.log_dir / "results.json", checkpoint.committed(self.checkpoint_dir)
         newest = next((path for path in newest if path not in self.broken), None)
         if results.exists() and self.id.encode() not in results.read_bytes():
-            failures.fail(f"{results} is of another run: choose another --log-dir, or --resume auto")
+            failures.fail(f"{results} is of another run: choose another --log-dir, or go on with it by --resume auto")
         if newest or any(self.checkpoint_dir.glob("*.pt")):
             if not resumed or resumed.resolve().parent != self.checkpoint_dir.resolve():
                 failures.fail(f"{self.checkpoint_dir} has checkpoints of another run: choose another --checkpoint-dir, "

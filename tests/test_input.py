@@ -71,6 +71,15 @@ def test_without_a_launcher(tmp_path):
     assert "torchrun --nproc-per-node=2" in line
 
 
+@pytest.mark.parametrize("recipe", ["single", "hvd"])
+def test_a_launcher_of_another_recipe(recipe, tmp_path):
+    if recipe == "hvd":
+        need_horovod("gloo")
+    shown = run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/{recipe}.py --dry-run", tmp_path, status=1)
+    assert f"\n{recipe}.py: a launcher started several of these, and each would train by itself" in f"\n{shown}"
+    assert not list(tmp_path.iterdir())
+
+
 def test_apex_of_another_kind(tmp_path):
     """PyPI's apex is another package: it can be imported, but has no amp."""
     (tmp_path / "site" / "apex").mkdir(parents=True)

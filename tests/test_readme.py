@@ -275,6 +275,8 @@ SEEN = {
     "address already in use": TWO,
     "no step in 600 s (--timeout): it hangs in ...": ("tests/test_faults.py", "no step in 8 s (--timeout): it hangs"),
     "another rank is gone: what it printed says why": ("tests/test_faults.py", "another rank is gone"),
+    "a launcher started several of these, and each would train by itself":
+        ("tests/test_input.py", "a launcher started several of these, and each would train by itself"),
     "Horovod background loop uncaught exception":
         f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'",
 }
