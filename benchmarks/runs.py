@@ -106,7 +106,6 @@ def measure(setting, threads, options="", profile=False):
         "images_per_sec": sum(statistics.median(epoch["images_per_sec"] for epoch in result["epochs"][1:] or
                                                 result["epochs"]) for result in results),
         "global_batch": first["arguments"]["batch_size"] * first["world_size"],
-        "seconds": time.time() - launched,
         "start_up": {"launcher": first["start_up"]["began"] - launched, **first["start_up"]},
     }
     return {**figures, "split": split} if profile else figures
