@@ -15,61 +15,79 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+from common import cifar10, flags, processes, schedule
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
 from common.run import Run
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="cifar10", models=("resnet18", "convnet", "lenet"),
-                          epochs=30, batch_size=128, lr=0.1, weight_decay=5e-4)
+    parser = flags.parser(__doc__, dataset="cifar10")
+    flags.add_data(parser)
+    flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
+    flags.add_sgd(parser, weight_decay=5e-4)
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run):
+def train_one_epoch(model, train, optimizer, lr, run):
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
-    metrics = run.metrics()
-    for images, labels in run.batches(train, metrics):
+    metrics = Metrics(run.device, before=run.sums)
+    for images, labels in run.progress(train):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
-        scheduler.step()
         metrics.update(loss, logits, labels)
-    return metrics.average()
+        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        if run.save_due:  # --checkpoint-every, or SIGUSR1
+            run.save()
+        if run.stopping:
+            break
+    return metrics.average(train.waited)
 
 
 @torch.inference_mode()
 def evaluate(model, val, run):
     """Loss and accuracy over the whole validation set, each image once."""
     model.eval()
-    metrics = run.metrics()
-    for images, labels in run.batches(val, metrics):
+    metrics = Metrics(run.device)
+    for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average()
+    return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
+    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    train_set, val_set = cifar10.load(args)
     device = flags.pick_device(args)
-    gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all that are visible
-    strategy = f"DataParallel, {len(gpus)} GPUs" if gpus else "DataParallel (on the CPU the bare module)"  # dist: which
-    run = Run(args, strategy, "python", device)  # dist: one process whatever the number of GPUs, so one rank
-    train, val = data.cifar10(args, device)
-    model = models.build(args, channels=3, size=32).to(device)
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
+    val_sampler = range(len(val_set))
+    train = DataObject(train_set, train_sampler, args.batch_size, device)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device)
+    torch.manual_seed(args.seed)
+    model = cifar10.MODELS[args.model](channels=3, size=32).to(device)
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+    gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all visible ones take part
+    state = {"model": model, "optimizer": optimizer}
+    run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, and so one rank
+    run.resume()
     if gpus:
         model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
-    for epoch in range(start_epoch, args.epochs):
-        train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model, val, run))
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # saved; --resume goes on within this epoch
+        run.end_epoch(train_metrics, evaluate(model, val, run))
+        run.log()
+        run.save()
 
 
 if __name__ == "__main__":

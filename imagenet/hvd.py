@@ -2,8 +2,8 @@
 
     horovodrun -np 2 python imagenet/hvd.py
     horovodrun --gloo -np 2 python imagenet/hvd.py
-    mpirun -np 2 --bind-to none python imagenet/hvd.py --fp16-allreduce
-    mpirun -np 2 --bind-to none python imagenet/hvd.py --use-adasum
+    mpirun -np 2 --bind-to none -map-by slot python imagenet/hvd.py --fp16-allreduce
+    mpirun -np 2 --bind-to none -map-by slot python imagenet/hvd.py --use-adasum
 
 HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-reduce, for chrome://tracing or Perfetto.
 """
@@ -11,40 +11,53 @@ HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-re
 import sys
 from pathlib import Path
 
+import horovod.torch as hvd  # built by scripts/install_horovod.sh
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, failures, files, flags, models, schedule
-from common.run import Run
+import jpegs  # beside this file
+import networks
 
-hvd = flags.require("horovod.torch", "init", flags.HOROVOD)  # dist: an import that says in one line what is missing
+from common import flags, processes, schedule
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
+from common.run import Run
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet", models=("resnet50", *models.classifiers(), *models.SMALL),
-                          epochs=90, batch_size=256, lr=0.1, weight_decay=1e-4)
-    flags.add_imagenet(parser)
+    parser = flags.parser(__doc__, dataset="imagenet")
+    jpegs.add_flags(parser)
+    networks.add_flags(parser)
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as fp16")  # dist: half the bytes
-    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: instead of the average
+    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: not the average
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run):
+def train_one_epoch(model, train, optimizer, lr, run):
     """One step per --accumulate batches; returns the loss and accuracy that the model had on the way."""
     model.train()
-    metrics = run.metrics()
-    for images, labels in run.batches(train, metrics):
+    metrics = Metrics(run.device, before=run.sums, top5=True)
+    for number, (images, labels) in enumerate(run.progress(train), 1):
+        ends_step = number % run.accumulate == 0
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.batches_in_step).backward()
-        if run.ends_step:
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        (loss / run.accumulate).backward()
         metrics.update(loss, logits, labels)
-    return metrics.average()
+        if not ends_step:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        if run.save_due and hvd.rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+            run.save()
+        if run.stopping:
+            break
+    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: over all ranks, before the one division
+    return metrics.average(train.waited)
 
 
 @torch.inference_mode()
@@ -52,47 +65,62 @@ def evaluate(model, val, run):
     """Loss and accuracy over the whole validation set, each image once."""
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # dist: BatchNorm's statistics differ by rank
     model.eval()
-    metrics = run.metrics()
-    for images, labels in run.batches(val, metrics):
+    metrics = Metrics(run.device, top5=True)
+    for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average()
+    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: each rank has evaluated a share
+    return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
+    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    train_set, val_set = jpegs.imagenet(args)
     hvd.init()  # dist: joins the processes that horovodrun or mpirun started
+    rank, world_size = hvd.rank(), hvd.size()  # dist: among all processes
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
+    processes.share_cores(hvd.local_size())  # dist: or each has as many threads as there are cores
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
-    local_mean = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages a machine
-    if args.use_adasum and not (hvd.mpi_enabled() and (hvd.size() // local_mean).bit_count() == 1):  # dist: its limits
-        failures.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (with NCCL machines)")
-    run = Run(args, "Horovod", "MPI" if hvd.mpi_enabled() else "horovodrun --gloo", device, hvd.rank(), hvd.size(),
-              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: for sums over all ranks
-    if hvd.local_rank() == 0:
-        files.download(args)  # dist: one process per machine downloads ...
-    hvd.barrier()  # dist: ... while the others wait
-    train, val = data.imagenet(args, device, hvd.rank(), hvd.size())  # dist: each rank reads a share of its own
-    model = models.build(args, channels=3, size=args.image_size, classes=train.classes).to(device)
+    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: Adasum's way on a machine
+    if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: in pairs only
+        processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
+    batch_size = args.batch_size * args.accumulate  # of a step
+    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: a share per rank
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers, memory_format)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers, memory_format)
+    torch.manual_seed(args.seed)
+    model = networks.build(args, device, train_set.classes)  # dist: Horovod wants NCHW weights; inputs are NHWC
     if args.sync_bn:
-        model = models.replace_batch_norm(model, hvd.SyncBatchNorm)  # dist: statistics of the global batch
-    lr = args.lr * schedule.lr_factor(args, local_mean if args.use_adasum else hvd.size())  # dist: batches in a step
-    optimizer = torch.optim.SGD(models.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
-    how = {"compression": hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
-           "backward_passes_per_step": args.accumulate,  # dist: one all-reduce in a step
-           "op": hvd.Adasum if args.use_adasum else hvd.Average}  # dist: how the gradients travel and combine
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)  # dist: step() waits for all ranks
-    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+        model = networks.replace_batch_norm(model, hvd.SyncBatchNorm)  # dist: statistics of the global batch
+    lr = args.lr * schedule.lr_factor(args, averaged if args.use_adasum else world_size)  # dist: its batch is larger
+    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
+        backward_passes_per_step=args.accumulate,  # dist: one all-reduce in a step
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)  # dist: averages gradients
+    state = {"model": model, "optimizer": optimizer}
+    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: what carries the bytes on a CPU
+    run = Run(args, strategy, device, state, lr, rank, world_size,
+              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: all stop together
+    run.resume()
     if args.evaluate:
-        return run.end_evaluation(evaluate(model, val, run))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights; all have loaded the momentum
-    for epoch in range(start_epoch, args.epochs):
-        train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model, val, run))
+        networks.report(run, evaluate(model, val, run))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. broadcast_optimizer_state would
+    # take a real step on a new SGD, and weight decay then moves the weights; all ranks have loaded the same momentum
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # saved; --resume goes on within this epoch
+        run.end_epoch(train_metrics, evaluate(model, val, run))
+        if rank == 0:  # dist: one rank writes, for all
+            run.log()
+            run.save()
 
 
 if __name__ == "__main__":

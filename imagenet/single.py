@@ -10,61 +10,85 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, flags, models, schedule
+import jpegs  # beside this file
+import networks
+
+from common import flags, processes, schedule
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
 from common.run import Run
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet", models=("resnet50", *models.classifiers(), *models.SMALL),
-                          epochs=90, batch_size=256, lr=0.1, weight_decay=1e-4)
-    flags.add_imagenet(parser)
+    parser = flags.parser(__doc__, dataset="imagenet")
+    jpegs.add_flags(parser)
+    networks.add_flags(parser)
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run):
+def train_one_epoch(model, train, optimizer, lr, run):
     """One step per --accumulate batches; returns the loss and accuracy that the model had on the way."""
     model.train()
-    metrics = run.metrics()
-    for images, labels in run.batches(train, metrics):
+    metrics = Metrics(run.device, before=run.sums, top5=True)
+    for number, (images, labels) in enumerate(run.progress(train), 1):
+        ends_step = number % run.accumulate == 0
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.batches_in_step).backward()
-        if run.ends_step:
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+        (loss / run.accumulate).backward()
         metrics.update(loss, logits, labels)
-    return metrics.average()
+        if not ends_step:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        if run.save_due:  # --checkpoint-every, or SIGUSR1
+            run.save()
+        if run.stopping:
+            break
+    return metrics.average(train.waited)
 
 
 @torch.inference_mode()
 def evaluate(model, val, run):
     """Loss and accuracy over the whole validation set, each image once."""
     model.eval()
-    metrics = run.metrics()
-    for images, labels in run.batches(val, metrics):
+    metrics = Metrics(run.device, top5=True)
+    for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average()
+    return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
+    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
-    run = Run(args, "single device", "python", device)
-    train, val = data.imagenet(args, device)
-    model = models.build(args, channels=3, size=args.image_size, classes=train.classes).to(device)
+    batch_size = args.batch_size * args.accumulate  # of a step
+    train_sampler = EpochSampler(len(train_set), batch_size, args.seed)
+    val_sampler = range(len(val_set))
+    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers, memory_format)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers, memory_format)
+    torch.manual_seed(args.seed)
+    model = networks.build(args, device, train_set.classes).to(memory_format=memory_format)
     lr = args.lr
-    optimizer = torch.optim.SGD(models.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
-    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
+    state = {"model": model, "optimizer": optimizer}
+    run = Run(args, "one device", device, state, lr)
+    run.resume()
     if args.evaluate:
-        return run.end_evaluation(evaluate(model, val, run))
-    for epoch in range(start_epoch, args.epochs):
-        train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model, val, run))
+        networks.report(run, evaluate(model, val, run))
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # saved; --resume goes on within this epoch
+        run.end_epoch(train_metrics, evaluate(model, val, run))
+        run.log()
+        run.save()
 
 
 if __name__ == "__main__":

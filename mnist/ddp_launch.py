@@ -7,7 +7,6 @@
 import argparse
 import gc
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,30 +15,41 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, files, flags, models, processes, schedule
+from common import datasets, flags, models, processes, schedule
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
 from common.run import Run
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
-                          epochs=5, batch_size=64, lr=0.02, weight_decay=0)
+    parser = flags.parser(__doc__, dataset="mnist")
+    flags.add_data(parser)
+    flags.add_training(parser, lrs={"convnet": 0.02, "lenet": 0.02}, epochs=5, batch_size=64)
+    flags.add_sgd(parser, weight_decay=0)
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run):
+def train_one_epoch(model, train, optimizer, lr, run):
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
-    metrics = run.metrics()
-    for images, labels in run.batches(train, metrics):
+    metrics = Metrics(run.device, before=run.sums)
+    for images, labels in run.progress(train):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
-        scheduler.step()
         metrics.update(loss, logits, labels)
-    return metrics.average()
+        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        if run.save_due and dist.get_rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+            run.save()
+        if run.stopping:
+            break
+    dist.all_reduce(metrics.sums)  # dist: over all ranks, before the one division
+    return metrics.average(train.waited)
 
 
 @torch.inference_mode()
@@ -48,41 +58,49 @@ def evaluate(model, val, run):
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ by rank; evaluate those that rank 0 saves
     model.eval()
-    metrics = run.metrics()
-    for images, labels in run.batches(val, metrics):
+    metrics = Metrics(run.device)
+    for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average()
+    dist.all_reduce(metrics.sums)  # dist: each rank has evaluated a share
+    return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
-    local_rank, local_world_size = processes.launched()  # dist: to take a device, and a share of the cores
+    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    train_set, val_set = datasets.mnist(args)
+    local_rank, local_world_size = processes.torchrun_env()  # dist: to take a device of this machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
-    timeout = timedelta(hours=2)  # dist: enough for a download; in training --timeout rules
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
+        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
     else:
-        dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
-    launcher = "torchrun" if args.local_rank is None else "torch.distributed.launch"  # dist: for the first line
-    run = Run(args, "DDP", launcher, device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
-    if local_rank == 0:
-        files.download(args)  # dist: one process per machine downloads ...
-    dist.barrier()  # dist: ... while the others wait
-    train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
-    model = models.build(args, channels=1, size=28).to(device)
+        dist.init_process_group("gloo")  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: among all processes
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: a share per rank
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+    train = DataObject(train_set, train_sampler, args.batch_size, device)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device)
+    torch.manual_seed(args.seed)
+    model = models.MODELS[args.model](channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+    state = {"model": model, "optimizer": optimizer}
+    run = Run(args, "DDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: all stop together
+    run.resume()
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
-    for epoch in range(start_epoch, args.epochs):
-        train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
+    model.broadcast_buffers = False  # dist: evaluate broadcasts them, where it matters, and not every forward
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # saved; --resume goes on within this epoch
+        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: bare, as shares may be unequal
+        if rank == 0:  # dist: one rank writes, for all
+            run.log()
+            run.save()
 
 
 if __name__ == "__main__":

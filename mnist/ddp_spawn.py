@@ -10,43 +10,54 @@ The last two make one run: start one on each of two machines, with the address o
 import gc
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
-from common import data, failures, files, flags, models, processes, schedule
+from common import datasets, flags, models, processes, schedule
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
 from common.run import Run
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="mnist", models=("convnet", "lenet"),
-                          epochs=5, batch_size=64, lr=0.02, weight_decay=0)
-    parser.add_argument("-n", "--nodes", type=flags.number(int, 1), default=1, help="machines")  # dist: world size
-    parser.add_argument("-g", "--gpus", type=flags.number(int, 1), default=max(1, torch.cuda.device_count()),
+    parser = flags.parser(__doc__, dataset="mnist")
+    flags.add_data(parser)
+    flags.add_training(parser, lrs={"convnet": 0.02, "lenet": 0.02}, epochs=5, batch_size=64)
+    flags.add_sgd(parser, weight_decay=0)
+    parser.add_argument("-n", "--nodes", type=flags.COUNT, default=1, help="machines")  # dist: for the world size
+    parser.add_argument("-g", "--gpus", type=flags.COUNT, default=max(1, torch.cuda.device_count()),
                         help="processes on each machine, one per GPU")  # dist: on the CPU as many as asked for
     parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: rank
     return parser.parse_args()
 
 
-def train_one_epoch(model, train, optimizer, scheduler, run):
+def train_one_epoch(model, train, optimizer, lr, run):
     """One step per batch; returns the loss and accuracy that the model had on the way."""
     model.train()
-    metrics = run.metrics()
-    for images, labels in run.batches(train, metrics):
+    metrics = Metrics(run.device, before=run.sums)
+    for images, labels in run.progress(train):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
-        scheduler.step()
         metrics.update(loss, logits, labels)
-    return metrics.average()
+        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        if run.save_due and dist.get_rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+            run.save()
+        if run.stopping:
+            break
+    dist.all_reduce(metrics.sums)  # dist: over all ranks, before the one division
+    return metrics.average(train.waited)
 
 
 @torch.inference_mode()
@@ -55,40 +66,49 @@ def evaluate(model, val, run):
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ by rank; evaluate those that rank 0 saves
     model.eval()
-    metrics = run.metrics()
-    for images, labels in run.batches(val, metrics):
+    metrics = Metrics(run.device)
+    for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average()
+    dist.all_reduce(metrics.sums)  # dist: each rank has evaluated a share
+    return metrics.average(val.waited)
 
 
 def main(local_rank, args):  # dist: what each process that mp.spawn starts calls, with its number
-    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
+    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: among all processes
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: where init_process_group looks for them
-    processes.end_with_parent()  # dist: or a rank waits for ever for others that are gone
+    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    train_set, val_set = datasets.mnist(args)
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: a device per process
-    timeout = timedelta(hours=2)  # dist: enough for a download; in training --timeout rules
+    processes.share_cores(args.gpus)  # dist: or each has as many threads as there are cores
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)  # dist: or NCCL guesses its GPU
+        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
     else:
-        dist.init_process_group("gloo", timeout=timeout)  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    run = Run(args, "DDP", "mp.spawn", device, rank, world_size, dist.all_reduce)  # dist: for sums over all ranks
-    if local_rank == 0:
-        files.download(args)  # dist: one process per machine downloads ...
-    dist.barrier()  # dist: ... while the others wait
-    train, val = data.mnist(args, device, rank, world_size)  # dist: each rank reads a share of its own
-    model = models.build(args, channels=1, size=28).to(device)
+        dist.init_process_group("gloo")  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: a share per rank
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+    train = DataObject(train_set, train_sampler, args.batch_size, device)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device)
+    torch.manual_seed(args.seed)
+    model = models.MODELS[args.model](channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    scheduler = schedule.warmup_cosine(optimizer, args, len(train))
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    start_epoch = run.start(state)
+    state = {"model": model, "optimizer": optimizer}
+    run = Run(args, "DDP, mp.spawn", device, state, lr, rank, world_size, dist.all_reduce)  # dist: all stop together
+    run.resume()
     model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
-    for epoch in range(start_epoch, args.epochs):
-        train.sampler.set_epoch(epoch)  # another order in each epoch
-        train_metrics = train_one_epoch(model, train, optimizer, scheduler, run)
-        run.end_epoch(epoch, train_metrics, evaluate(model.module, val, run))  # dist: DDP needs equal batch counts
+    model.broadcast_buffers = False  # dist: evaluate broadcasts them, where it matters, and not every forward
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # saved; --resume goes on within this epoch
+        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: bare, as shares may be unequal
+        if rank == 0:  # dist: one rank writes, for all
+            run.log()
+            run.save()
     del model  # dist: the DDP wrapper goes before the group, or gloo can abort the process ...
     gc.collect()  # dist: ... and it sits in reference cycles
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without
@@ -96,15 +116,10 @@ def main(local_rank, args):  # dist: what each process that mp.spawn starts call
 
 if __name__ == "__main__":
     args = parse_args()  # dist: once, in the process that starts the others
-    flags.pick_device(args, 0, args.gpus)  # dist: too few GPUs are one line here, not one from each process
-    if args.nr >= args.nodes:  # dist: else the others would wait for a rank that is not there
-        failures.fail(f"-nr {args.nr}: the machines of -n {args.nodes} are numbered from 0 to {args.nodes - 1}")
-    if args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # dist: to find each other
-        failures.fail("-n: set MASTER_ADDR and MASTER_PORT to the first machine's address and a free port on it")
+    if args.nr >= args.nodes or (args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
+        processes.fail("-n N: -nr numbers the machines from 0 to N-1, and MASTER_ADDR and MASTER_PORT on each of them "
+                       "are an address and a free port of the first")  # dist: or they would wait for each other
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
-    os.environ.setdefault("MASTER_PORT", str(processes.free_port()))  # dist: on one machine any free port will do
-    if args.nr == 0:
-        processes.check_port()  # dist: rank 0 listens there, and would say in many lines that it cannot
-    with processes.signals_ignored():  # dist: by the new processes, which this one ends on Ctrl-C
-        context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
+    os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: on one machine any free port will do
+    context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
     processes.join(context)  # dist: until all of them have ended, or one has failed

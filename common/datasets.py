@@ -1,0 +1,87 @@
+"""MNIST, generated images, and how the files of a data set come to this machine."""
+
+import contextlib
+import io
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+
+from common.data import ImageTensor
+from common.processes import fail
+
+MNIST_FILES = [f"MNIST/raw/{name}-ubyte" for name in
+               ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
+MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1
+
+
+def mnist(args):
+    """MNIST [1, 28, 28] (LeCun, Cortes, Burges): ImageTensors to train on (60,000 images) and to validate (10,000)."""
+    if args.synthetic:
+        return synthetic(args, 1, 28, MNIST_MEAN_STD)
+    from torchvision import datasets  # here: generated images need not wait for the import
+    from torchvision.datasets.mnist import read_image_file, read_label_file
+
+    folder = Path(args.data_dir)
+    download(folder, MNIST_FILES, lambda to: datasets.MNIST(to, download=True))
+    names = [str(folder / name) for name in MNIST_FILES]
+    return [checked(images, (1, 28, 28), MNIST_MEAN_STD, lambda images=images, labels=labels: (
+        read_image_file(images).unsqueeze(1), read_label_file(labels))) for images, labels in (names[:2], names[2:])]
+
+
+def synthetic(args, channels, size, mean_std):
+    """ImageTensors of generated images: the smooth random pattern of one of ten classes, and noise twice as strong."""
+    patterns = torch.randn(10, channels, 7, 7, generator=torch.Generator().manual_seed(args.seed))
+    patterns, sets = F.interpolate(patterns, size=(size, size), mode="bilinear"), []
+    for count in (args.synthetic, max(1, args.synthetic // 5)):
+        generator = torch.Generator().manual_seed(hash((args.seed, len(sets))))
+        labels = torch.randint(10, (count,), generator=generator)
+        noise = torch.randn(count, channels, size, size, generator=generator)
+        images = (128 + 25 * (patterns[labels] + 2 * noise)).clamp_(0, 255).to(torch.uint8)
+        sets.append(ImageTensor(images, labels, mean_std))
+    return sets
+
+
+def download(folder, files, fetch):
+    """Bring those of `files` to `folder` that are missing; `fetch(to)` downloads them all, whole, to the folder `to`.
+
+    Every process calls it before it joins the others: under a file lock the first downloads, the others find the files.
+    """
+    def missing():
+        return [name for name in files if not (folder / name).exists()]
+
+    if not missing():
+        return
+    socket.setdefaulttimeout(30)  # seconds without a byte; without it torchvision would wait for ever
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".download.lock"):
+            if missing():
+                with tempfile.TemporaryDirectory(dir=folder, prefix=".downloading-") as to:
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        fetch(to)
+                    for name in missing():
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        os.replace(Path(to, name), folder / name)
+    except (OSError, RuntimeError, EOFError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
+        fail(f"{folder / missing()[0]} is not there and the download failed ({reason}): bring the files, or train on "
+             "generated images with --synthetic")
+
+
+def checked(path, shape, mean_std, read):
+    """An ImageTensor of the (images, labels) that `read()` gives; fails where the files (`path`, ...) are damaged."""
+    try:
+        images, labels = read()
+        if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
+            raise ValueError(f"{list(images.shape)} images of {images.dtype} for {len(labels)} labels")
+        if not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError(f"labels in {labels.min()}..{labels.max()}")
+        return ImageTensor(images, labels, mean_std)
+    except Exception as error:  # a damaged file can raise anything
+        return fail(f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): delete them to have "
+                    "them downloaded again, or train with --synthetic")
