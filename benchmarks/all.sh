@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure all that benchmarks/results has, on this machine: make benchmarks. A little less than 15 minutes on two cores,
+# Measure all that benchmarks/results has, on this machine: make benchmarks. Less than 15 minutes on two cores,
 # which should have nothing else to do. An argument is the folder for the results; what follows goes to the scripts that
 # repeat runs.
 set -euo pipefail
@@ -30,7 +30,7 @@ allreduce() {  # name, and what starts the processes
         fi
     fi
 } > "$results/allreduce.md"
-for script in scaling compare startup; do
+for script in scaling startup; do
     python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
 done
 python benchmarks/model.py --out "$results" > /dev/null
@@ -40,7 +40,4 @@ if python -c "import horovod.torch" 2> /dev/null; then
         --log-dir "$timeline.run" > /dev/null
     python benchmarks/timeline.py "$timeline" "$results/timeline.svg"
     rm -r "$timeline" "$timeline.run"
-fi
-if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    python benchmarks/gpu.py --out "$results" "$@" > /dev/null
 fi

@@ -13,8 +13,6 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod lo
 (HOROVOD_CYCLE_TIME, 1 ms unless it is set), and that is most of what a small message takes.
 """
 
-import contextlib
-import ctypes
 import datetime
 import json
 import os
@@ -28,18 +26,31 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from common import failures, flags, machine, processes
-from common.ranks import Ranks, not_distributed
+from benchmarks import machine
+from common import flags, processes
+from common.processes import fail
 
 
-class Group(Ranks):
-    """The processes that this one belongs to, whatever started them."""
+class Group:
+    """The processes that this one belongs to, whatever started them. `all_reduce` sums a tensor over them in place."""
 
     def __init__(self, backend, device, local_rank, local_world_size, rank=0, world_size=1,
-                 all_reduce=not_distributed, barrier=lambda: None, leave=lambda: None):
-        super().__init__(device, rank, world_size, all_reduce)
-        self.backend, self.local_rank, self.local_world_size = backend, local_rank, local_world_size
-        self.barrier, self.leave = barrier, leave
+                 all_reduce=lambda tensor: None, barrier=lambda: None, leave=lambda: None):
+        self.backend, self.device, self.rank, self.world_size = backend, device, rank, world_size
+        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.all_reduce, self.barrier, self.leave = all_reduce, barrier, leave
+
+    def gather(self, own):
+        """[ranks, ...]: the tensor `own` of each rank, on the CPU: each fills in its row, and the sum has them all."""
+        rows = torch.zeros(self.world_size, *own.shape, device=self.device, dtype=own.dtype)
+        rows[self.rank] = own
+        self.all_reduce(rows)
+        return rows.cpu()
+
+    def gather_text(self, own):
+        """The text `own` of each rank, of which the first 8192 bytes count."""
+        rows = self.gather(torch.tensor(list(own.encode()[:8192].ljust(8192)), dtype=torch.int32))
+        return [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
 
 
 def join(pick_device):
@@ -49,26 +60,26 @@ def join(pick_device):
     """
     if "RANK" in os.environ:
         return join_torch(pick_device)
-    if any(name in os.environ for name in failures.RANK_VARIABLES):
+    if any(name in os.environ for name in processes.RANK_VARIABLES):
         return join_horovod(pick_device)
     return Group("none", pick_device(0, 1), 0, 1)
 
 
 def join_torch(pick_device):
-    local_rank, local_world_size = processes.launched()
+    local_rank, local_world_size = processes.torchrun_env()
     device = pick_device(local_rank, local_world_size)
-    timeout = datetime.timedelta(hours=2)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+        dist.init_process_group("nccl", device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo")
     return Group(dist.get_backend(), device, local_rank, local_world_size, dist.get_rank(), dist.get_world_size(),
                  dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
 
 def join_horovod(pick_device):
-    hvd = flags.require("horovod.torch", "init", flags.HOROVOD)
+    import horovod.torch as hvd  # built by scripts/install_horovod.sh
+
     hvd.init()
     device = pick_device(hvd.local_rank(), hvd.local_size())
     if device.type == "cuda":
@@ -117,23 +128,11 @@ def bus_bandwidth(size, seconds, world_size):
     return size / seconds * 2 * (world_size - 1) / world_size
 
 
-def versions():
-    """Those of a run, and of what is below torch and Horovod."""
-    found = machine.versions()
-    if torch.cuda.is_available():
-        found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    with contextlib.suppress(AttributeError):  # where Horovod has loaded no MPI
-        text = ctypes.create_string_buffer(8192)
-        ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
-        found["MPI library"] = text.value.decode().split(",")[0]
-    return found
-
-
 def parse_args():
-    parser = flags.Parser(description=__doc__, formatter_class=flags.HelpFormatter, allow_abbrev=False)
+    parser = flags.Parser(__doc__)
     parser.add_argument("--max-bytes", type=flags.number(int, 4), default=4**13, metavar="N",
                         help="the largest message")
-    parser.add_argument("--repeats", type=flags.number(int, 1), default=9, metavar="N", help="repetitions of each size")
+    parser.add_argument("--repeats", type=flags.COUNT, default=9, metavar="N", help="repetitions of each size")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     args = parser.parse_args()
     if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
@@ -142,9 +141,9 @@ def parse_args():
 
 
 def main():
-    sys.excepthook = failures.excepthook
-    processes.end_with_parent()
     args = parse_args()
+    processes.install_signal_handlers()
+    processes.die_with_parent()
 
     def pick_device(local_rank, local_world_size):
         enough = torch.cuda.device_count() >= local_world_size
@@ -152,12 +151,11 @@ def main():
 
     group = join(pick_device)
     if group.world_size == 1:
-        failures.fail("one process reduces nothing: start it with a launcher, "
-                      f"torchrun --nproc-per-node=2 {sys.argv[0]}")
-    hosts = group.gather_names(socket.gethostname())
+        fail(f"one process reduces nothing: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
+    hosts = sorted(set(group.gather_text(socket.gethostname())))
     device = f"{group.device.type} ({machine.hardware(group.device)})"
     result = {"backend": group.backend, "processes": group.world_size, "hosts": len(hosts), "sizes": [],
-              "versions": versions(), "date": str(datetime.date.today()), "command": sys.argv,
+              "versions": machine.versions(), "date": str(datetime.date.today()), "command": sys.argv,
               "hardware": {"hosts": hosts, "cpu": machine.cpu(), "cores": os.cpu_count(), "device": device}}
 
     def say(line):
@@ -171,7 +169,7 @@ def main():
     size = 4
     while size <= args.max_bytes:
         if not sum_is_right(group, size):
-            failures.fail(f"the all-reduce of {size} bytes gives a wrong sum", status=1)
+            fail(f"the all-reduce of {size} bytes gives a wrong sum", status=1)
         repetitions = seconds_of(group, size, args.repeats)
         seconds = statistics.median(repetitions)
         spread = (max(repetitions) - min(repetitions)) / seconds
@@ -182,7 +180,6 @@ def main():
     if args.json and group.rank == 0:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     group.leave()
-    failures.end(0)  # without destructors, in which gloo can abort
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """Time the recipes' input pipeline against the usual one, which opens, converts and normalises an image at a time.
 
-    python benchmarks/data_path.py --data-dir data
+    OMP_NUM_THREADS=1 python benchmarks/data_path.py --data-dir data
 
 For each data set, in turn and repeated: a pass over the training images without a model, and an epoch of training by
 the recipe's own train_one_epoch, with the same model (ConvNet), batch size and threads. Prints the seconds of each run
 and the median of the ratios. Needs the real images; both pipelines run on the CPU, in one process, without workers.
 """
 
-import argparse
-import functools
-import importlib.util
+import runpy
 import statistics
 import sys
 import time
@@ -22,7 +20,8 @@ from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
-from common import data, models, schedule
+from common import cifar10, datasets, flags
+from common.data import DataObject, EpochSampler
 from common.run import Run
 
 
@@ -37,66 +36,58 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
 
 
 class Usual(DataLoader):
-    """With what Run.batches asks of a DataObject in training."""
+    """With what train_one_epoch asks of a DataObject."""
 
-    epoch = 0
-
-    def from_batch(self, number):
-        return iter(self)
+    waited = 0.0
 
 
-def usual(dataset, args):
+def usual(args):
     """The pipeline of a tutorial: torchvision's dataset, its transforms image by image, a DataLoader."""
-    if dataset == "mnist":
-        convert = [transforms.ToTensor(), transforms.Normalize(*data.MNIST_MEAN_STD)]
+    if args.dataset == "mnist":
+        convert = [transforms.ToTensor(), transforms.Normalize(*datasets.MNIST_MEAN_STD)]
         images = torchvision.datasets.MNIST(args.data_dir, transform=transforms.Compose(convert))
     else:
         convert = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
-                   transforms.ToTensor(), transforms.Normalize(*data.CIFAR10_MEAN_STD)]
+                   transforms.ToTensor(), transforms.Normalize(*cifar10.MEAN_STD)]
         images = AnyCIFAR10(args.data_dir, transform=transforms.Compose(convert))
     return Usual(images, args.batch_size, shuffle=True, drop_last=True)
 
 
-def seconds_of_a_pass(batches):
+def seconds_of_a_pass(args, recipe, batches):
     start = time.perf_counter()
     for _ in batches:
         pass
     return time.perf_counter() - start
 
 
-def seconds_of_an_epoch(recipe, args, batches):
-    model = models.build(args, *((1, 28) if args.dataset == "mnist" else (3, 32)))
+def seconds_of_an_epoch(args, recipe, batches):
+    model = cifar10.MODELS[args.model](*((1, 28) if args.dataset == "mnist" else (3, 32)))
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum)
-    scheduler = schedule.warmup_cosine(optimizer, args, len(batches))
-    run = Run(args, "benchmark", "python", torch.device("cpu"))
-    return recipe.train_one_epoch(model, batches, optimizer, scheduler, run)["seconds"]
-
-
-def recipe_of(dataset, data_dir):
-    """The module of a data set's single.py, and its default arguments with the model that a CPU finishes."""
-    spec = importlib.util.spec_from_file_location(dataset, ROOT / dataset / "single.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.argv = [sys.argv[0], "--model", "convnet", "--lr", "0.02", "--data-dir", data_dir]
-    return module, module.parse_args()
+    run = Run(args, "benchmark", torch.device("cpu"), {"model": model, "optimizer": optimizer}, args.lr)
+    return recipe["train_one_epoch"](model, batches, optimizer, args.lr, run)["seconds"]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", default="data", help="where the real images are")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each pipeline (default: 3)")
+    parser = flags.Parser(__doc__)
+    parser.add_argument("--data-dir", default="data", metavar="DIR", help="where the real images are")
+    parser.add_argument("--repeats", type=flags.COUNT, default=3, metavar="N", help="runs of each pipeline")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {torch.get_num_threads()} threads")
-    for dataset in ("mnist", "cifar10"):
-        recipe, args = recipe_of(dataset, given.data_dir)
-        ours, _ = getattr(data, dataset)(args, torch.device("cpu"))
-        theirs = usual(dataset, args)
-        for what, measure in (("pass over the data", seconds_of_a_pass),
-                              ("epoch of training", functools.partial(seconds_of_an_epoch, recipe, args))):
-            pairs = [(measure(theirs), measure(ours)) for _ in range(given.repeats)]
+    for name, load in (("mnist", datasets.mnist), ("cifar10", cifar10.load)):
+        recipe = runpy.run_path(str(ROOT / name / "single.py"))
+        sys.argv[1:] = ["--model", "convnet", "--data-dir", given.data_dir, "--device", "cpu"]
+        args = recipe["parse_args"]()
+        train_set, _ = load(args)
+        sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
+        ours, theirs = DataObject(train_set, sampler, args.batch_size, torch.device("cpu")), usual(args)
+        for what, measure in (("pass over the data", seconds_of_a_pass), ("epoch of training", seconds_of_an_epoch)):
+            pairs = []
+            for epoch in range(given.repeats):
+                sampler.set_epoch(epoch)
+                pairs.append((measure(args, recipe, theirs), measure(args, recipe, ours)))
             runs = ", ".join(f"{usual_seconds:.2f}/{our_seconds:.3f}" for usual_seconds, our_seconds in pairs)
             ratio = statistics.median(usual_seconds / our_seconds for usual_seconds, our_seconds in pairs)
-            print(f"{dataset}, batch {args.batch_size}, {what}: {ratio:.2f} times as fast (usual/this, s: {runs})",
+            print(f"{name}, batch {args.batch_size}, {what}: {ratio:.2f} times as fast (usual/this, s: {runs})",
                   flush=True)
 
 

@@ -8,7 +8,6 @@ them. In turn and repeated: images per second, and the median of the ratios to t
 limit is what is left when nothing is done but to decode the crop.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -22,8 +21,11 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))
-from common import data, files, jpegs
+sys.path[1:1] = [str(ROOT), str(ROOT / "imagenet")]
+import jpegs
+
+from common import flags
+from common.loader import Loader
 
 BATCH, SIZE = 16, 224
 
@@ -31,51 +33,51 @@ BATCH, SIZE = 16, 224
 class DecodeOnly(jpegs.TrainTree):
     """The crops of a TrainTree, decoded and thrown away."""
 
-    def __getitems__(self, places):
-        for place in places:
-            self.drawn(place)
-        return torch.empty(len(places), 0), torch.empty(0)
+    def __getitem__(self, index):
+        self.crop(self.path(index), jpegs.random_box)
+        return torch.empty(0), 0
 
 
-def usual(tree, _):
+def usual(tree):
     """The pipeline of a tutorial: torchvision's ImageFolder, its transforms image by image."""
     tree.transform = transforms.Compose([
         transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(*data.IMAGENET_MEAN_STD)])
+        transforms.Normalize(*jpegs.MEAN_STD)])
     tree.loader = torchvision.datasets.folder.pil_loader
-    return tree, None
+    return lambda: iter(DataLoader(tree, BATCH, num_workers=1))
 
 
-def images_per_second(dataset, collate):
+def of_the_recipes(dataset):
+    """The batches of a DataObject, before they are on the device."""
+    return lambda: Loader(dataset, seed=0, workers=1, pin_memory=False).batches(torch.arange(len(dataset)), BATCH, 0)
+
+
+def images_per_second(make):
     """What one worker brings, from its first batch on."""
-    loader = DataLoader(dataset, BATCH, num_workers=1, collate_fn=collate)
-    batches = iter(loader)
+    batches = make()
     next(batches)
     start = time.perf_counter()
-    count = sum(len(batch[0]) for batch in batches)
+    count = sum(len(labels) for _, labels in batches)
     return count / (time.perf_counter() - start)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags.Parser(__doc__)
     parser.add_argument("--data-dir", required=True, metavar="DIR", help="a tree of JPEGs")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each pipeline (default: 5)")
+    parser.add_argument("--repeats", type=flags.COUNT, default=5, metavar="N", help="runs of each pipeline")
     args = parser.parse_args()
-
-    def tree():
-        return files.image_tree(args.data_dir)[0]
-
-    pipelines = {"usual pipeline": usual(tree(), None)}
+    tree = jpegs.image_tree(args.data_dir)[0]
+    pipelines = {"usual pipeline": usual(tree)}
     for name in jpegs.LOADERS:
-        pipelines[f"--loader {name}"] = jpegs.TrainTree(tree(), SIZE, 0, name), data.as_it_is
-        pipelines[f"limit of {name}: decode the crop"] = DecodeOnly(tree(), SIZE, 0, name), data.as_it_is
+        pipelines[f"--loader {name}"] = of_the_recipes(jpegs.TrainTree(tree, SIZE, name))
+        pipelines[f"limit of {name}: decode the crop"] = of_the_recipes(DecodeOnly(tree, SIZE, name))
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, Pillow {PIL.__version__}, "
-          f"{os.cpu_count()} cores, {len(pipelines['usual pipeline'][0])} images")
+          f"{os.cpu_count()} cores, {len(tree)} images")
     torch.set_num_threads(1)
     rates = {name: [] for name in pipelines}
     for _ in range(args.repeats):
-        for name, (dataset, collate) in pipelines.items():
-            rates[name].append(images_per_second(dataset, collate))
+        for name, make in pipelines.items():
+            rates[name].append(images_per_second(make))
     for name, values in rates.items():
         ratio = statistics.median(mine / usual for mine, usual in zip(values, rates["usual pipeline"], strict=True))
         print(f"{name:40s} {statistics.median(values):6.0f} images/s and core, {ratio:.2f} times the usual "

@@ -21,7 +21,8 @@ import runs
 import torch
 from scaling import rows
 
-from common import failures, models
+from common import cifar10
+from common.processes import fail
 
 MIB = 2**20
 BUCKETS = MIB, 25 * MIB  # the first of DDP's buckets, and all others (torch.nn.parallel.DistributedDataParallel)
@@ -83,7 +84,7 @@ def step(compute, backward, size, all_reduce, overlap):
 def gradient_bytes(dataset, model):
     channels, size = {"mnist": (1, 28), "cifar10": (3, 32)}[dataset]
     with torch.device("meta"):
-        return sum(4 * p.numel() for p in models.MODELS[model](channels, size).parameters())
+        return sum(4 * p.numel() for p in cifar10.MODELS[model](channels, size).parameters())
 
 
 def workloads(scaling):
@@ -239,7 +240,7 @@ def read(folder):
     """What allreduce.py and scaling.py left in a folder, and (alpha, beta) of each backend and number of processes."""
     paths = sorted(folder.glob("allreduce-*.json"))
     if not (folder / "scaling.json").exists() or not any(path.stem == "allreduce-gloo-2" for path in paths):
-        failures.fail(f"{folder} has no scaling.json and allreduce-gloo-2.json: make benchmarks measures them")
+        fail(f"{folder} has no scaling.json and allreduce-gloo-2.json: make benchmarks measures them")
     measured = [json.loads(path.read_text()) for path in paths]
     fits = {(result["backend"], result["processes"]): fit(result) for result in measured}
     return json.loads((folder / "scaling.json").read_text()), measured, fits

@@ -5,6 +5,7 @@ import datetime
 import gzip
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,13 +20,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(1, str(ROOT))
 import torch
 
-from common import failures, flags, machine
+from benchmarks import machine
+from common import flags
+from common.processes import fail
 
 WIDE = 0.1  # a spread (largest - smallest, over the median) from which on a table marks a figure
-TITLES = {"single": "one process", "independent": "independent processes", "dp": "DataParallel",
+TITLES = {"single": "one process", "independent": "independent processes",
           "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "hvd_gloo": "Horovod, Gloo",
           "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
-COLORS = dict(zip(TITLES, ("#444444", "#999999", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#cc79a7", "#009e73"),
+COLORS = dict(zip(TITLES, ("#444444", "#999999", "#56b4e9", "#0072b2", "#d55e00", "#cc79a7", "#009e73"),
                   strict=True))
 
 
@@ -34,7 +36,6 @@ def command(strategy, processes, folder):
     """What starts the recipe of `folder` that stands for `strategy`, on so many processes of this machine."""
     return {
         "single": f"python {folder}/single.py",
-        "dp": f"python {folder}/dp.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
@@ -45,7 +46,7 @@ def command(strategy, processes, folder):
 
 def available():
     """The strategies that this machine can run."""
-    there = ["single", "independent", "dp", "ddp_spawn", "ddp_launch"]
+    there = ["single", "independent", "ddp_spawn", "ddp_launch"]
     with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):  # it prints what it lacks
         import horovod.torch as hvd
 
@@ -54,13 +55,13 @@ def available():
     return there
 
 
-def start(line, threads):
-    """Start a command line with `threads` threads per process; what it prints is kept until it has ended."""
+def start(line, threads, stdout=None):
+    """Start a command line with `threads` threads per process; what it prints is kept, or goes to `stdout`."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads),
                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is read when the command has ended
-    process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT,
+    process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=stdout or printed, stderr=printed,
                                env=environment)
     process.printed = printed
     return process
@@ -77,47 +78,41 @@ def finish(process):
     if status:
         process.printed.seek(0)
         last = [line for line in process.printed.read().splitlines() if line.strip()][-1:]
-        failures.fail(f"{' '.join(process.args)} ended with status {status} ({' '.join(last)[:300]})", status=1)
+        fail(f"{' '.join(process.args)} ended with status {status} ({' '.join(last)[:300]})", status=1)
 
 
 def measure(setting, threads, options="", profile=False):
     """Run the recipe of a `setting` once; returns its figures.
 
     A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per epoch), epochs. The
-    figures are images_per_sec, the median over all epochs but the first one, global_batch, start_up (see Run) with the
-    seconds from the launch until the process began, and with `profile` the parts of a step in seconds.
+    figures are images_per_sec in training, the median over all epochs but the first one, global_batch, and with
+    `profile` the parts of a step in seconds.
     """
     processes, dataset = setting["processes"], setting["dataset"]
     alone = setting["strategy"] == "independent"
     images = setting["batch"] * setting["steps"] * (1 if alone else processes)
     line = command("single" if alone else setting["strategy"], processes, ROOT / dataset)
     line += (f" --model {setting['model']} -b {setting['batch']} --synthetic {images} --epochs {setting['epochs']}"
-             f" --lr 0.001 {setting.get('flags', '')} {options}")
+             f" --lr 0.001 {options}")
     with tempfile.TemporaryDirectory() as folder:
-        launched = time.time()
         jobs = [start(f"{line} --log-dir {folder}/{k}" + " --profile" * profile, threads)
                 for k in range(processes if alone else 1)]
         for job in jobs:
             finish(job)
         results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*/results.json"))]
-        split = parts(next(Path(folder).glob("0/trace*"))) if profile else None
-    first = results[0]
-    figures = {
-        "images_per_sec": sum(statistics.median(epoch["images_per_sec"] for epoch in result["epochs"][1:] or
-                                                result["epochs"]) for result in results),
-        "global_batch": first["arguments"]["batch_size"] * first["world_size"],
-        "start_up": {"launcher": first["start_up"]["began"] - launched, **first["start_up"]},
-    }
-    return {**figures, "split": split} if profile else figures
+        split = profile and parts(next(Path(folder).glob("0/trace*")))
+    rates = [[epoch["train"]["images_per_sec"] for epoch in result["epochs"]] for result in results]
+    return {"images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates), "split": split,
+            "global_batch": setting["batch"] * results[0]["world_size"]}
 
 
 def parts(trace):
     """The parts of a step in seconds, the median over the steps of a trace that --profile wrote on the CPU.
 
-    data is the loader's time; forward goes from zero_grad to the first operation of backward; communication is what is
-    not hidden behind computation: DDP's broadcast of buffers within forward, and the time from the last operation of
-    backward to the optimizer's own step; other is the rest: metrics, the schedule, what the ranks ask each other after
-    a step. On a GPU these would be times of the host.
+    data goes from the first index_select, which slices the images, to zero_grad; forward from there to the first
+    operation of backward; communication is what is not hidden behind backward: from its last operation to the
+    optimizer's own step; other is the rest: metrics, and what the ranks tell each other at times. On a GPU these would
+    be times of the host.
     """
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
               if event.get("ph") == "X"]
@@ -128,49 +123,34 @@ def parts(trace):
                       if e["name"].startswith(name) and start <= e["ts"] < end)
 
     found = []
-    for step in (event for event in events if event["name"].startswith("ProfilerStep#")):
-        times = step["ts"], step["ts"] + step["dur"]
-        zero_grad = within("Optimizer.zero_grad", *times)[0]
-        backward = within("autograd::engine::evaluate_function", *times)
+    for start, end in within("ProfilerStep#", 0, math.inf):
+        backward = within("autograd::engine::evaluate_function", start, end)
+        if not backward:
+            continue  # the profiler begins a step after the last one
+        zero_grad, _ = within("Optimizer.zero_grad", start, end)[0]
         first, last = backward[0][0], max(end for _, end in backward)
-        optimizer = within("Optimizer.step#", *times)[-1]  # Horovod's own step is around it
-        buffers = within("gloo:broadcast", zero_grad[1], first)
-        synchronised = max(end for _, end in buffers) - buffers[0][0] if buffers else 0
-        split = {"data": sum(end - start for start, end in within("enumerate(DataLoader)", *times)),
-                 "forward": first - zero_grad[0] - synchronised, "backward": last - first,
-                 "communication": optimizer[0] - last + synchronised, "optimizer": optimizer[1] - optimizer[0]}
-        found.append({**split, "other": step["dur"] - sum(split.values())})
+        optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's own step is around it
+        split = {"data": zero_grad - within("aten::index_select", start, zero_grad)[0][0],
+                 "forward": first - zero_grad, "backward": last - first, "communication": optimizer[0] - last,
+                 "optimizer": optimizer[1] - optimizer[0]}
+        found.append({**split, "other": end - start - sum(split.values())})
     return {name: statistics.median(split[name] for split in found) / 1e6 for name in found[0]}
-
-
-def middle(values):
-    """(median, spread) of what the repetitions of one measurement gave."""
-    median = statistics.median(values)
-    return median, (max(values) - min(values)) / median
 
 
 def marked(values, form="{:,.0f}"):
     """The median of `values` in a table's cell, with what tells the reader that their spread is wide."""
-    median, spread = middle(values)
+    median = statistics.median(values)
+    spread = (max(values) - min(values)) / median
     return form.format(median) + (f" (!{spread:.0%})" if spread > WIDE else "")
 
 
 MARK = f"(!15%) marks a figure whose repetitions lie further apart than {WIDE:.0%} of their median, and how far."
 
 
-def same_global_batch(runs):
-    """End with status 2 where `runs` have different global batches: their times say nothing of each other."""
-    batches = sorted({run["global_batch"] for run in runs})
-    if len(batches) > 1:
-        failures.fail(f"runs of different global batch ({', '.join(map(str, batches))}) cannot be compared: measure "
-                      "them again with one")
-
-
 def about(arguments):
     """What a result begins with: how, on what and when it was measured."""
-    gpus = "no GPU"
-    if torch.cuda.is_available():
-        gpus = f"{torch.cuda.device_count()} x {machine.hardware(torch.device('cuda', 0))}"
+    count = torch.cuda.device_count()
+    gpus = f"{count} x {machine.hardware(torch.device('cuda', 0))}" if count else "no GPU"
     return {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
             "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
             "threads": arguments.threads, "versions": machine.versions(), "date": str(datetime.date.today())}
@@ -191,15 +171,13 @@ def table(names, rows, left=1):
 
 def parser(doc, repeats):
     """The flags that all of them have."""
-    p = flags.Parser(description=doc, formatter_class=flags.HelpFormatter, allow_abbrev=False)
-    p.add_argument("--repeats", type=flags.number(int, 1), default=repeats, metavar="N",
+    p = flags.Parser(doc)
+    p.add_argument("--repeats", type=flags.COUNT, default=repeats, metavar="N",
                    help="how often each run is made; they alternate")
-    p.add_argument("--threads", type=flags.number(int, 1), default=1, metavar="N",
-                   help="threads of a process on the CPU")
+    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads of a process on the CPU")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
                    help="auto: a GPU for each process, where there are several")
     p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
-    sys.excepthook = failures.excepthook
     return p
 
 

@@ -2,25 +2,22 @@
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --out /tmp/scaling
-    python benchmarks/scaling.py --join one.json two.json --out /tmp/joined
 
 Weak scaling: each process has the same batch, so that the global batch grows. Strong scaling: the global batch stays.
 `independent` is as many single.py side by side, which tell each other nothing: what the cores, the memory and the power
-of this machine give at most. Of more processes than cores or GPUs only DDP's are measured, for model.py. --join draws
-what was measured before, on one or several machines, and refuses strong scaling over different global batches.
-Generated images; the first epoch warms up and does not count.
+of this machine give at most. Of more processes than cores or GPUs only DDP's are measured, for model.py. Generated
+images; the first epoch warms up and does not count.
 """
 
-import json
 import os
 import statistics
-from pathlib import Path
 
 import runs
 import torch
 from tqdm import tqdm
 
-from common import failures, flags
+from common import flags
+from common.processes import fail
 
 # steps per epoch with the batch of one process, which is also the weak-scaling one
 WORK = {"mnist": {"model": "convnet", "batch": 64, "steps": 30, "epochs": 3},
@@ -35,12 +32,11 @@ def settings(arguments):
     found = []
     for dataset in arguments.datasets:
         work = WORK[dataset] | {"dataset": dataset}
-        batch = arguments.batch_size or work["batch"]
-        whole = 2 * batch  # the global batch of strong scaling
+        batch, whole = work["batch"], 2 * work["batch"]  # the global batch of strong scaling
         for processes in arguments.processes:
             if whole % processes:
-                failures.fail(f"a global batch of {whole} does not divide over {processes} processes: runs of "
-                              "different global batch cannot be compared")
+                fail(f"a global batch of {whole} does not divide over {processes} processes: runs of different global "
+                     "batch cannot be compared")
             full = processes > (torch.cuda.device_count() if arguments.device == "auto" else os.cpu_count())
             names = ["single"] if processes == 1 else \
                 [name for name in ("independent", *arguments.strategies) if not full or name == "ddp_launch"]
@@ -67,11 +63,10 @@ def run_all(arguments):
     todo += [(setting, True) for setting in measured if "weak" in setting["modes"] and
              setting["strategy"] != "independent"]
     for setting, profile in tqdm(todo, unit="run", desc="scaling"):
+        figures = runs.measure(setting | (PROFILED if profile else {}), arguments.threads, options, profile)
         if profile:
-            figures = runs.measure(setting | PROFILED, arguments.threads, options, profile=True)
             setting["split"] = figures["split"]
         else:
-            figures = runs.measure(setting, arguments.threads, options)
             setting["images_per_sec"].append(figures["images_per_sec"])
             setting["global_batch"] = figures["global_batch"]
     return measured
@@ -86,8 +81,6 @@ def ratio(run, other, times=1):
 def rows(results):
     """Each run once for each mode that it belongs to, with its efficiencies."""
     found = [run | {"mode": mode} for run in results for mode in run["modes"]]
-    for dataset in {run["dataset"] for run in found}:
-        runs.same_global_batch([run for run in found if run["mode"] == "strong" and run["dataset"] == dataset])
     for run in found:
         same = [other for other in found if (other["dataset"], other["mode"]) == (run["dataset"], run["mode"])]
         single = next((other for other in same if other["strategy"] == "single"), None)
@@ -139,12 +132,8 @@ def draw(arguments, result, found):
         single = next((run for run in chosen if run["strategy"] == "single"), None)
         for name in dict.fromkeys(run["strategy"] for run in chosen if run["strategy"] != "single"):
             line = [run for run in (single, *chosen) if run and run["strategy"] in ("single", name)]
-            ax.errorbar([run["processes"] for run in line],
-                        [statistics.median(run["images_per_sec"]) for run in line],
-                        yerr=[[abs(edge(run["images_per_sec"]) - statistics.median(run["images_per_sec"]))
-                               for run in line] for edge in (min, max)],
-                        marker="o", capsize=3, label=runs.TITLES[name], color=runs.COLORS[name],
-                        linestyle="--" if name == "independent" else "-")
+            ax.plot([run["processes"] for run in line], [statistics.median(run["images_per_sec"]) for run in line],
+                    "o--" if name == "independent" else "o-", label=runs.TITLES[name], color=runs.COLORS[name])
         most = max(run["processes"] for run in chosen)
         if single:
             ax.plot([1, most], [statistics.median(single["images_per_sec"]) * p for p in (1, most)], color="#cccccc",
@@ -173,22 +162,14 @@ def parse_args():
     parser.add_argument("--strategies", nargs="+", choices=there, help="how they average gradients",
                         default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_nccl") if name in there])
     gpus = torch.cuda.device_count()
-    parser.add_argument("--processes", nargs="+", type=flags.number(int, 1), metavar="N",
+    parser.add_argument("--processes", nargs="+", type=flags.COUNT, metavar="N",
                         default=[n for n in (1, 2, 4, 8) if n <= (gpus if gpus > 1 else 4)])
-    parser.add_argument("-b", "--batch-size", type=flags.number(int, 1), metavar="N",
-                        help="images per process in weak scaling; twice as many are the global batch of strong scaling")
-    parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="draw these results and run nothing")
     return parser.parse_args()
 
 
 def main():
     arguments = parse_args()
-    if arguments.join:
-        parts = [json.loads(path.read_text()) for path in arguments.join]
-        result = parts[0] | {"datasets": list(dict.fromkeys(name for part in parts for name in part["datasets"])),
-                             "runs": [run for part in parts for run in part["runs"]]}
-    else:
-        result = runs.about(arguments) | {"datasets": arguments.datasets, "runs": run_all(arguments)}
+    result = runs.about(arguments) | {"datasets": arguments.datasets, "runs": run_all(arguments)}
     found = rows(result["runs"])
     runs.save(arguments, "scaling", result, markdown(result, found))
     draw(arguments, result, found)

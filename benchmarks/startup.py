@@ -1,41 +1,38 @@
-"""Measure what a start costs: from the command to the first step, for each launcher, and what takes the time.
+"""Measure what a start costs with each launcher: from the command to the first line, and to the end of one step.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --strategies single --repeats 1 --out /tmp/startup
 
-launcher is the time until the process of rank 0 begins; imports, until the recipe has imported all but Horovod; join,
-until Horovod is imported and the processes know each other; data and model, until both and the optimizer are made (of
-which torch's own import of torch._dynamo by the first optimizer is most); first step, until the first step of training
-is done. Generated images, mnist's ConvNet.
+A recipe prints its first line when the processes know each other, and data, model and optimizer are made. --dry-run
+then takes one step of training and one of evaluation, and ends. Generated images, mnist's ConvNet.
 """
 
-import itertools
-import statistics
+import subprocess
+import time
 
 import runs
-from scaling import WORK
 from tqdm import tqdm
 
-PARTS = {"launcher": "launcher", "imports": "imported", "join": "joined", "data and model": "built",
-         "first step": "first_step"}
 
-
-def seconds(start_up):
-    """How long each part took, from what Run noted."""
-    times = [0, *(start_up[key] for key in list(PARTS.values())[1:])]
-    return [max(0, start_up["launcher"]), *(after - before for before, after in itertools.pairwise(times))]
+def seconds(line, threads):
+    """How long a command takes to its first line, and to its end."""
+    began = time.perf_counter()
+    process = runs.start(line, threads, subprocess.PIPE)
+    times = [time.perf_counter() - began for text in process.stdout if b"world size" in text]
+    runs.finish(process)
+    return times[0], time.perf_counter() - began
 
 
 def markdown(result):
     return "\n".join(["# Start-up, in seconds", "", runs.heading(result), "", runs.table(
-        ["launcher", "processes", *PARTS, "in all"],
-        [[runs.TITLES[run["strategy"]], run["processes"], *(f"{value:.2f}" for value in run["parts"]),
-          runs.marked(run["totals"], "{:.2f}")] for run in result["runs"]]), "",
-        f"What each part is: `python {result['command'].split()[1]} --help`. {runs.MARK}"])
+        ["launcher", "processes", "first line", "end of --dry-run"],
+        [[runs.TITLES[run["strategy"]], run["processes"],
+          *(runs.marked(times, "{:.2f}") for times in zip(*run["seconds"], strict=True))] for run in result["runs"]]),
+        "", f"From the command on: see `python benchmarks/startup.py --help`. {runs.MARK}"])
 
 
 def parse_args():
-    there = [name for name in runs.available() if name not in ("independent", "dp")]
+    there = [name for name in runs.available() if name != "independent"]
     parser = runs.parser(__doc__, repeats=2)
     parser.add_argument("--strategies", nargs="+", choices=there, default=there, help="how the recipe is started")
     return parser.parse_args()
@@ -43,16 +40,12 @@ def parse_args():
 
 def main():
     arguments = parse_args()
-    work = WORK["mnist"] | {"dataset": "mnist", "steps": 2, "epochs": 1}
     result = runs.about(arguments) | {"runs": [
-        work | {"strategy": name, "processes": 1 if name == "single" else 2, "starts": []}
-        for name in arguments.strategies]}
+        {"strategy": name, "processes": 1 if name == "single" else 2, "seconds": []} for name in arguments.strategies]}
     for run in tqdm([run for _ in range(arguments.repeats) for run in result["runs"]], unit="run", desc="startup"):
-        figures = runs.measure(run, arguments.threads, f"--device {arguments.device}")
-        run["starts"].append(seconds(figures["start_up"]))
-    for run in result["runs"]:
-        run["parts"] = [statistics.median(values) for values in zip(*run["starts"], strict=True)]
-        run["totals"] = [sum(values) for values in run["starts"]]
+        line = runs.command(run["strategy"], run["processes"], runs.ROOT / "mnist")
+        run["seconds"].append(seconds(f"{line} --dry-run --synthetic 640 --device {arguments.device}",
+                                      arguments.threads))
     runs.save(arguments, "startup", result, markdown(result))
 
 

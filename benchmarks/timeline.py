@@ -11,7 +11,8 @@ from pathlib import Path
 
 import runs
 
-from common import failures, flags
+from common import flags
+from common.processes import fail
 
 COLORS = {"NEGOTIATE_ALLREDUCE": "#dddddd", "ALLREDUCE": "#999999", "MEMCPY_IN_FUSION_BUFFER": "#e69f00",
           "GLOO_ALLREDUCE": "#d55e00", "MPI_ALLREDUCE": "#d55e00", "NCCL_ALLREDUCE": "#d55e00",
@@ -23,13 +24,13 @@ def read(path):
     try:
         events = json.loads(path.read_text().rstrip().rstrip(",").rstrip("]") + "]")
     except (OSError, ValueError) as error:
-        failures.fail(f"{path} is no timeline of Horovod ({error})")
+        fail(f"{path} is no timeline of Horovod ({error})")
     names = {event["pid"]: event["args"]["name"] for event in events
              if event.get("name") == "process_name" and "name" in event["args"]}
     found, begun = {}, {}
     for event in events:
         name = names.get(event.get("pid"), "")
-        if name.startswith("allreduce.") and name != "allreduce.sums":  # the recipes' own, for metrics
+        if name.startswith("allreduce.") and not name.startswith(("allreduce.sums", "allreduce.noname.")):  # metrics
             stack = begun.setdefault(name, [])
             if event["ph"] == "B":
                 stack.append((event["name"], event["ts"]))
@@ -45,13 +46,13 @@ def one_step(gradients):
     for name, events in gradients.items():
         starts = [start for what, start, _ in events if what == "NEGOTIATE_ALLREDUCE"]
         if len(starts) < 3:
-            failures.fail("the timeline has fewer than three steps: record a longer run")
+            fail("the timeline has fewer than three steps: record a longer run")
         chosen[name] = [event for event in events if starts[-2] <= event[1] < starts[-1]]
     return sorted(chosen.items(), key=lambda item: min(start for _, start, _ in item[1]))
 
 
 def main():
-    parser = flags.Parser(description=__doc__, formatter_class=flags.HelpFormatter, allow_abbrev=False)
+    parser = flags.Parser(__doc__)
     parser.add_argument("timeline", type=Path, help="what HOROVOD_TIMELINE named")
     parser.add_argument("picture", type=Path, help="where the drawing goes, as SVG")
     arguments = parser.parse_args()
