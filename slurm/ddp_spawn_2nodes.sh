@@ -22,7 +22,7 @@ recipe=${1:-cifar10/ddp_spawn.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768, where Linux begins to give ports to whoever asks for any
-OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / processes))
+OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints which interfaces it takes
 # export NCCL_SOCKET_IFNAME=ib0  # when it takes the wrong one; GLOO_SOCKET_IFNAME on CPUs

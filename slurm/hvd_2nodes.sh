@@ -20,14 +20,19 @@
 set -euo pipefail
 
 recipe=${1:-cifar10/hvd.py}
-launch=(mpirun --bind-to none)  # else it binds each process, with all its threads, to one core
-if [ "${LAUNCHER:-mpirun}" = srun ]; then  # where SLURM and Open MPI have the same PMIx: srun --mpi=list
-    launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
-fi
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints which interfaces it takes
 # export NCCL_SOCKET_IFNAME=ib0             # when it takes the wrong one
 # export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI takes the wrong one: it hangs at the start
+[ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || export OMPI_MCA_mpi_yield_when_idle=1  # on CPUs: who waits yields its core
+# --bind-to none: else each process, with all its threads, is bound to one core. The others are from Horovod's docs
+launch=(mpirun --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib)
+for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do
+    launch+=(-x "$name")  # for all nodes; mpirun warns of one that is not set
+done
+if [ "${LAUNCHER:-mpirun}" = srun ]; then  # where SLURM and Open MPI have the same PMIx: srun --mpi=list
+    launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
+fi
 
 exec slurm/requeue.sh "${launch[@]}" \
     python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

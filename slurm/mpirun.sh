@@ -9,6 +9,12 @@
 set -euo pipefail
 [ -r "${1:-}" ] || { echo "mpirun.sh: give a file with a line for each host: node1 slots=4" >&2; exit 2; }
 
-# -x hands a variable on, which ssh does not; --bind-to none, else a process is bound, with all its threads, to one core
-# -mca btl_tcp_if_include eth0: where it takes the wrong interface, and hangs at the start
-exec mpirun --hostfile "$1" --bind-to none -x PATH "$(command -v python)" "${2:-cifar10/hvd.py}" "${@:3}"
+handed_on=()  # -x hands a variable on to the other hosts, and mpirun warns of one that is not set
+for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do
+    handed_on+=(-x "$name")
+done
+# --bind-to none: else each process, with all its threads, is bound to one core. The others are from Horovod's docs
+# Without GPUs: export OMPI_MCA_mpi_yield_when_idle=1, or a process that waits for another keeps its core busy
+# Where it takes the wrong interface, and hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
+exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib "${handed_on[@]}" \
+    "$(command -v python)" "${2:-cifar10/hvd.py}" "${@:3}"
