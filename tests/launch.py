@@ -15,14 +15,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-import runs
 import torch
-
-from common import flags
 
 ROOT = Path(__file__).resolve().parents[1]
 DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
-RECIPES = sorted(path for folder in DATASETS for path in folder.glob("*.py"))
+# A recipe has its name in every folder; the other modules of a folder are what its recipes import.
+NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
+RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
+HOROVOD = "Horovod: scripts/install_horovod.sh"
+STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch in each recipe; run.step comes next
 MARK = "RECIPE_TEST"  # in the environment of all that a test starts, so that what it leaves behind is found
 ENVIRONMENT = {  # of what a test starts: MPI runs as root, and yields its core where it waits; this very Python
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -43,10 +44,10 @@ def horovod_build():
 
 
 def need_horovod(*launchers):
-    need("[X] PyTorch" in horovod_build(), flags.HOROVOD)
+    need("[X] PyTorch" in horovod_build(), HOROVOD)
     if any("mpi" in launcher for launcher in launchers):
         need(shutil.which("mpirun") and "[X] MPI" in horovod_build(),
-             f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {flags.HOROVOD}")
+             f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {HOROVOD}")
 
 
 def small(dataset):
@@ -66,7 +67,12 @@ def commands(recipe):
 
 def strategies(processes, folder):
     """How to start each recipe of `folder` that averages gradients: {name: command}, for that many processes."""
-    return {name: runs.command(name, processes, folder) for name in ("ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi")}
+    return {
+        "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
+        "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
+        "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
+    }
 
 
 class Job:
@@ -132,10 +138,10 @@ class Job:
         return status
 
 
-def run(command, cwd, status=0, **environment):
+def run(command, cwd, status=0, timeout=150, **environment):
     """Run a command to its end and return what it printed; fail if its exit status is not `status`."""
     job = Job(command, cwd, **environment)
-    ended_with = job.finish()
+    ended_with = job.finish(timeout)
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
     return job.output()
 

@@ -1,11 +1,14 @@
 """A checkpoint is whole or not there, and a file that is not what was saved never becomes a model."""
 
 import argparse
+import builtins
 import io
 import multiprocessing
 import os
+import pathlib
 import pickle
 import random
+import shutil
 import time
 
 import pytest
@@ -16,88 +19,196 @@ from hypothesis import strategies as st
 from common import checkpoint
 
 FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
-SAVED = {"epoch": 1, "step": 0, "model": {"weight": torch.arange(1000.0)}, "arguments": {"lr": 0.1, "wd": None},
-         "epochs": [{"val": {"accuracy": 0.5}}], "world_size": 1}
+FLIPS = 2000
+REFUSED = checkpoint.CorruptCheckpoint, OSError  # the second where a damaged archive names a place before its start
+MODEL = torch.nn.Linear(40, 25)
+SAVED = {"epoch": 1, "samples": 0, "sums": None, "history": [{"epoch": 1, "val": {"accuracy": 0.5}}],
+         "rate": {"global_batch": 64, "lr": 0.1}, "arguments": {"lr": 0.1, "weight_decay": None}}
 
 
-def save(folder, epoch, step=0, keep=100, best=(), weights=SAVED["model"]["weight"]):
-    checkpoint.save(folder, {**SAVED, "epoch": epoch, "step": step, "model": {"weight": weights}}, keep, best)
-    return checkpoint.committed(folder)[0]
+def save(folder, epoch, weights=None, best=False):
+    checkpoint.save(folder, {**SAVED, "epoch": epoch, "model": weights or MODEL.state_dict()}, best)
 
 
-def names(folder):
-    return sorted(path.name.rpartition("-")[0] or path.name for path in folder.iterdir())
+def same(a, b):
+    """Whether two contents are equal, bit by bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    return a == b
 
 
-def save_for_ever(folder, step, said):
-    """Save as fast as it goes, and say each step once it is saved."""
+def save_for_ever(folder, epoch, said):
+    """Save as fast as it goes, and say each epoch once it is saved."""
     torch.set_num_threads(1)  # OpenMP's threads did not come along in the fork
     while True:
-        save(folder, 0, step, keep=2, weights=torch.full((200_000,), float(step)))
-        said.value = step
-        step += 1
+        save(folder, epoch, {"weight": torch.full((200_000,), float(epoch))}, best=epoch % 2 == 0)
+        said.value = epoch
+        epoch += 1
 
 
 def test_kill_in_a_loop_that_saves(tmp_path):
-    """SIGKILL at 50 random moments: what is there always loads, and is never older than what was said to be saved."""
-    moments, said, step = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
+    """SIGKILL at 50 random moments: what `auto` takes is whole, and never older than what was said to be saved."""
+    moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
     for _ in range(50):
         before = said.value
-        saver = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, step + 1, said))
+        saver = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, epoch + 1, said))
         saver.start()
         while said.value == before:
             time.sleep(0.001)
-        time.sleep(moments.uniform(0, 0.03))
+        time.sleep(moments.uniform(0, 0.1))
         saver.kill()
         saver.join()
-        _, content, broken = checkpoint.find("auto", tmp_path)
-        loaded = checkpoint.unpack(content)
-        step = loaded["step"]
-        assert step in (said.value, said.value + 1)
-        assert torch.equal(loaded["model"]["weight"], torch.full((200_000,), float(step)))
-        assert not broken
-        checkpoint.read(tmp_path / "last.pt")  # the link may be one behind, but never leads nowhere
-    assert step > 100
-    checkpoint.tidy(tmp_path, 2, [])
-    assert len(list(tmp_path.iterdir())) == 3, "two checkpoints and last.pt: the partial ones are swept"
+        _, loaded, _, damaged = checkpoint.find("auto", tmp_path)
+        epoch = loaded["epoch"]
+        assert epoch in (said.value, said.value + 1)
+        assert torch.equal(loaded["model"]["weight"], torch.full((200_000,), float(epoch)))
+        assert not damaged
+        checkpoint.read(tmp_path / "best.pt")
+    assert len(list(tmp_path.iterdir())) <= 5, "three checkpoints; what kills leave behind does not add up"
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped"])
-def test_every_kth_byte(harm, tmp_path, capsys):
-    """Each is detected, and the previous one used."""
-    good, newest = save(tmp_path, 1), save(tmp_path, 2)
-    whole = newest.read_bytes()
-    positions = range(0, len(whole), len(whole) // 250)
-    assert len(positions) >= 250
-    for position in positions:
-        flipped = bytes([whole[position] ^ (1 << position % 8)])
-        newest.write_bytes(whole[:position] + (flipped + whole[position + 1:] if harm == "flipped" else b""))
-        path, _, broken = checkpoint.find("auto", tmp_path)
-        assert (path, broken) == (good, [newest])
-        assert f"skipped {newest}: it is broken" in capsys.readouterr().err
-        with pytest.raises(SystemExit, match="2"):
-            checkpoint.find(newest, None)
-    capsys.readouterr()
+class Crash(BaseException):
+    pass
 
 
-def test_auto_when_all_are_bad(tmp_path, capsys):
-    """It stops, and does not begin again; where there never was a checkpoint it begins."""
-    assert checkpoint.find("auto", tmp_path) is None
-    assert checkpoint.find("auto", tmp_path / "not made yet") is None
+def crash_at(number, monkeypatch):
+    """Let the call to the file system of that number, and each after it, raise Crash; returns the patches."""
+    calls = [(os, "replace"), (os, "fsync"), (os, "open"), (pathlib.Path, "unlink"), (builtins, "open")]
+    count = 0
+
+    def counted(function):
+        def call(*args, **named):
+            nonlocal count
+            count += 1
+            if count >= number:
+                raise Crash
+            return function(*args, **named)
+
+        return call
+
+    patches = monkeypatch.context()
+    patch = patches.__enter__()
+    for owner, name in calls:
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+    return patches
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
+    """A save of last.pt and best.pt ends at each of its calls to the file system in turn, after `earlier` saves.
+
+    There is a good newest checkpoint, or before the first one nothing that keeps a run from its beginning.
+    """
+    for number in range(1, 30):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for epoch in range(earlier):
+            save(folder, epoch, best=True)
+        patches = crash_at(number, monkeypatch)
+        try:
+            save(folder, earlier, best=True)
+            crashed = False
+        except Crash:
+            crashed = True
+        finally:
+            patches.__exit__(None, None, None)
+        path, saved, _, damaged = checkpoint.find("auto", folder)
+        assert not damaged
+        if path or not crashed or earlier:
+            assert saved["epoch"] in ((earlier - 1, earlier) if crashed else (earlier,))
+        save(folder, 9)  # the run that goes on
+        assert checkpoint.find("auto", folder)[1]["epoch"] == 9
+        assert not list(folder.glob(".last*"))
+        if not crashed:
+            assert number > 8
+            return
+    pytest.fail("it never ran to its end")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a good last.pt, previous.pt and best.pt."""
     for epoch in (1, 2):
-        path = save(tmp_path, epoch)
-        path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(SystemExit, match="2"):
-        checkpoint.find("auto", tmp_path)
-    assert "no checkpoint in" in capsys.readouterr().err
-    for path in checkpoint.committed(tmp_path):
-        path.rename(f"{path}.broken")
-    with pytest.raises(SystemExit, match="2"):
-        checkpoint.find("auto", tmp_path)
+        save(tmp_path, epoch, best=True)
+    return tmp_path
 
 
-def test_pickle_that_runs_code(tmp_path):
-    """Refused although the digest in its name is right: the digest says that a file is whole, not who wrote it."""
+def test_bit_flips(folder):
+    """Of 2,000 files with one flipped bit each is refused, or what is read is what was saved; `auto` goes on."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw, newest = random.Random(seed), folder / "last.pt"
+    whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
+    refused = 0
+    for _ in range(FLIPS):
+        bit = draw.randrange(8 * len(whole))
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        newest.write_bytes(content)
+        try:
+            assert same(checkpoint.read(newest)[0], saved), f"bit {bit}"
+        except REFUSED as error:
+            assert "\n" not in str(error)
+            path, older, _, damaged = checkpoint.find("auto", folder)
+            assert (path, older["epoch"]) == (folder / "previous.pt", 1)
+            assert [one for one, _ in damaged] == [newest]
+            refused += 1
+    assert refused > FLIPS / 2, "what a flip can change without harm is the smaller part of a file"
+
+
+def test_truncated(folder):
+    """At every 1/250 of its length."""
+    newest = folder / "last.pt"
+    whole = newest.read_bytes()
+    for length in range(0, len(whole), len(whole) // 250):
+        newest.write_bytes(whole[:length])
+        path, older, _, damaged = checkpoint.find("auto", folder)
+        assert (path, older["epoch"]) == (folder / "previous.pt", 1)
+        assert [one for one, _ in damaged] == [newest]
+
+
+def test_a_damaged_file_that_is_named(folder, capsys):
+    """--resume FILE takes that file or none."""
+    newest = folder / "last.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    with pytest.raises(SystemExit, match="2"):
+        checkpoint.find(newest, None)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(newest) in error
+
+
+def test_auto_without_a_checkpoint(tmp_path):
+    assert checkpoint.find("auto", tmp_path)[0] is None
+    assert checkpoint.find("auto", tmp_path / "not made yet")[0] is None
+
+
+@pytest.mark.parametrize("harm", ["damaged", "set aside"])
+def test_auto_when_all_are_bad(harm, folder, capsys):
+    """It stops, and does not begin again."""
+    for path in folder.glob("*.pt"):
+        if harm == "damaged":
+            path.write_bytes(path.read_bytes()[:-1])
+        else:
+            path.rename(f"{path}.damaged")
+    with pytest.raises(SystemExit, match="2"):
+        checkpoint.find("auto", folder)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_read(folder, capsys):
+    """last.pt is there and is no file: that is not the same as no checkpoint."""
+    (folder / "last.pt").unlink()
+    (folder / "last.pt").mkdir()
+    path, _, _, damaged = checkpoint.find("auto", folder)
+    assert path == folder / "previous.pt"
+    assert len(damaged) == 1
+
+
+def test_pickle_that_runs_code(folder, tmp_path):
+    """Refused, whole as it is: a checksum says that a file is what somebody saved, not who."""
 
     class Harm:
         def __reduce__(self):
@@ -106,122 +217,75 @@ def test_pickle_that_runs_code(tmp_path):
     buffer = io.BytesIO()
     torch.save({"format": checkpoint.FORMAT, "model": Harm()}, buffer)
     for content in (buffer.getvalue(), pickle.dumps(Harm())):
-        path = tmp_path / f"epoch-0009-step-000000-{checkpoint.digest(content)}.pt"
-        path.write_bytes(content)
-        with pytest.raises(checkpoint.Broken, match="not a checkpoint"):
-            checkpoint.read(path)
-        save(tmp_path, 1)
-        assert "epoch-0001" in checkpoint.find("auto", tmp_path)[0].name
+        (folder / "last.pt").write_bytes(content)
+        with pytest.raises(checkpoint.CorruptCheckpoint):
+            checkpoint.read(folder / "last.pt")
+        assert checkpoint.find("auto", folder)[0] == folder / "previous.pt"
     assert not (tmp_path / "canary").exists()
     torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
     assert (tmp_path / "canary").exists(), "without weights_only it runs"
 
 
 def test_what_stays(tmp_path):
+    """The two newest, and that of the best epoch."""
     for epoch in range(1, 7):
-        save(tmp_path, epoch, 0, keep=2, best=[2, 1] if epoch > 1 else [1])
-        save(tmp_path, epoch, 7, keep=2, best=[2, 1] if epoch > 1 else [1])
-    assert names(tmp_path) == ["best.pt", "epoch-0002-step-000000", "epoch-0006-step-000000", "epoch-0006-step-000007",
-                               "last.pt"]
-    assert "epoch-0006-step-000007" in (tmp_path / "last.pt").resolve().name
-    assert "epoch-0002-step-000000" in (tmp_path / "best.pt").resolve().name
+        save(tmp_path, epoch, best=epoch in (1, 3))
+    assert {path.name: checkpoint.read(path)[0]["epoch"] for path in tmp_path.iterdir()} == \
+        {"last.pt": 6, "previous.pt": 5, "best.pt": 3}
 
 
-def test_crash_between_any_two_steps(tmp_path, monkeypatch):
-    """Where each call to the file system in turn is the last one, the folder still has a good newest checkpoint."""
-    calls = [(os, "replace"), (os, "fsync"), (type(tmp_path), "symlink_to"), (type(tmp_path), "unlink")]
-
-    class Crash(BaseException):
-        pass
-
-    for crash_at in range(1, 30):
-        folder = tmp_path / str(crash_at)
-        folder.mkdir()
-        save(folder, 1, keep=1, best=[1])
-        count = 0
-
-        def counted(function):
-            def call(*args, **named):
-                nonlocal count
-                count += 1
-                if count == crash_at:  # noqa: B023 - it is called in this very round
-                    raise Crash
-                return function(*args, **named)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for owner, name in calls:
-                patch.setattr(owner, name, counted(getattr(owner, name)))
-            try:
-                save(folder, 2, keep=1, best=[2, 1])
-                crashed = False
-            except Crash:
-                crashed = True
-        _, content, broken = checkpoint.find("auto", folder)
-        assert checkpoint.unpack(content)["epoch"] in ((1, 2) if crashed else (2,))
-        assert not broken
-        checkpoint.read(folder / "last.pt")
-        checkpoint.tidy(folder, 1, [2, 1])
-        assert len(checkpoint.committed(folder)) == 1
-        assert not list(folder.glob(".*"))
-        if not crashed:
-            return
-    pytest.fail("it never ran to its end")
-
-
-def test_clock_set_back(tmp_path):
-    """The newest is that of the last step, whatever the clock said when it was written."""
-    for epoch in (1, 2, 3):
-        os.utime(save(tmp_path, epoch, keep=2), (10**9 - epoch, 10**9 - epoch))
-    assert names(tmp_path) == ["epoch-0002-step-000000", "epoch-0003-step-000000", "last.pt"]
-    assert "epoch-0003" in checkpoint.find("auto", tmp_path)[0].name
-
-
-def test_a_name_without_digest(tmp_path):
-    path = save(tmp_path, 1)
-    copied = tmp_path / "mine.pt"
-    copied.write_bytes(path.read_bytes())
-    with pytest.raises(checkpoint.Broken, match="does not end with a digest"):
-        checkpoint.read(copied)
-    assert checkpoint.read(tmp_path / "last.pt") == path.read_bytes()
+def test_copied_or_renamed(folder, tmp_path):
+    """A checkpoint has no name of its own, and two of the same content are the same to the ranks."""
+    copied = shutil.copy(folder / "last.pt", tmp_path / "mine")
+    path, saved, fingerprint, _ = checkpoint.find(copied, None)
+    assert str(path) == str(copied)
+    assert same(saved, checkpoint.read(folder / "last.pt")[0])
+    assert fingerprint == checkpoint.read(folder / "last.pt")[1]
+    save(folder, 3)
+    assert fingerprint != checkpoint.read(folder / "last.pt")[1]
 
 
 WHOLE = io.BytesIO()
-torch.save({"format": checkpoint.FORMAT, **SAVED}, WHOLE)
+torch.save({"format": checkpoint.FORMAT, **SAVED, "model": MODEL.state_dict()}, WHOLE)
 WHOLE = WHOLE.getvalue()
+EDITS = st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.binary(max_size=8), st.integers(0, 64)), min_size=1,
+                 max_size=5)
 
 
 @settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
-@given(edits=st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.binary(max_size=8), st.integers(0, 64)),
-                      min_size=1, max_size=5))
+@given(edits=EDITS)
 def test_fuzz(edits, tmp_path_factory):
-    """Whatever bytes a file has, with the right digest in its name: the dict of a checkpoint, or Broken."""
+    """Whatever bytes a file has: what somebody saved, or CorruptCheckpoint with one line."""
     content = bytearray(WHOLE)
     for position, inserted, removed in edits:
         content[position:position + removed] = inserted
-    path = tmp_path_factory.getbasetemp() / f"fuzz-{checkpoint.digest(content)}.pt"
+    path = tmp_path_factory.getbasetemp() / "fuzz.pt"
     path.write_bytes(content)
     try:
-        checkpoint.read(path)
-        loaded = checkpoint.unpack(content)
+        loaded, fingerprint = checkpoint.read(path)
         assert isinstance(loaded["format"], int)
-    except checkpoint.Broken as error:
+        assert isinstance(fingerprint, int)
+    except REFUSED as error:
         assert "\n" not in str(error)
-    finally:
-        path.unlink()
+
+
+ARGUMENTS = dict.fromkeys(checkpoint.MUST_MATCH, 1)
 
 
 @settings(max_examples=FUZZ, deadline=None)
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5) | st.floats(), max_leaves=10,
                     extend=lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)))
 def test_fuzz_of_the_content(values):
-    """Any values where a checkpoint has others: refused in one line, or what was there is right for this run."""
-    args = argparse.Namespace(**dict.fromkeys((*checkpoint.SAME, *checkpoint.SAME_ON_AS_MANY_RANKS), 1), evaluate=False)
-    good = {"format": checkpoint.FORMAT, "world_size": 1, "step": 0, "arguments": vars(args)}
-    checkpoint.check(good, "x", args, 1)
-    for key in ("world_size", "step", "arguments"):  # unpack lets no format through that is not an int
+    """Any values where a checkpoint has others: refused in one line, or of the right kind for this run."""
+    args, rate = argparse.Namespace(**ARGUMENTS, resume="x", evaluate=False), SAVED["rate"]
+    model = torch.nn.Linear(3, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    good = {**SAVED, "format": checkpoint.FORMAT, "arguments": ARGUMENTS}
+    good |= {name: part.state_dict() for name, part in state.items()}
+    assert checkpoint.load(good, state, args, rate) == (1, 0, None, SAVED["history"])
+    for key in ("format", "epoch", "samples", "history", "arguments", "rate", "model", "optimizer"):
         try:
-            checkpoint.check({**good, key: values}, "x", args, 1)
+            epoch, samples, _, history = checkpoint.load({**good, key: values}, state, args, rate)
+            assert (type(epoch), type(samples), type(history)) == (int, int, list)
         except SystemExit as end:
             assert end.code == 2

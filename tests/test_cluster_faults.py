@@ -6,14 +6,15 @@ import time
 
 import pytest
 from cluster import SlurmJob
-from launch import ROOT, changed_copy, checkpoint, need_horovod, run
-from test_faults import STEP
+from launch import ROOT, STEP, changed_copy, checkpoint, need_horovod, run
 from test_resume import assert_same
 
 # 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe says where it is.
-SIZE = "--synthetic 640 --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu"
+IMAGES, INTERVAL = 640, 5
+SIZE = f"--synthetic {IMAGES} --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu " \
+       f"--log-interval {INTERVAL}"
 SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.1')))\n"
-        "        print('step', scheduler.last_epoch, sys.modules['common.processes'].warned, flush=True)\n")
+        "        print('at', run.epoch, run.samples, processes.stop_requested.is_set(), flush=True)\n")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def slow_job(cluster, tmp_path):
 def is_whole(job, undisturbed):
     saved = checkpoint(job.runs())
     assert_same(saved["model"], undisturbed)
-    assert [epoch["train"]["images"] for epoch in saved["epochs"]] == [640] * 20
+    assert [epoch["train"]["images"] for epoch in saved["history"]] == [IMAGES] * 20
 
 
 def test_worker_killed(slow_job, cluster):
@@ -97,24 +98,22 @@ def test_node_down(slow_job, cluster, undisturbed):
     is_whole(job, undisturbed)
 
 
-def stopped_after(log):
-    """The step after which the last run in a log that was warned has stopped, which is soon."""
-    part = log.split("stopped by SIGUSR1")[-2].split("world size")[-1]
-    steps = [(int(step), warned == "True") for step, warned in re.findall(r"^step (\d+) (True|False)$", part, re.M)]
-    last = max(step for step, _ in steps)
-    assert last <= min(step for step, warned in steps if warned) + 1, "one step after the first that knew, at most"
-    return last
+def stopped_at(log):
+    """The epoch and the sample at which the last run in a log that was warned has stopped, which is soon."""
+    before, after = log.rsplit("stopped by SIGUSR1 at epoch ", 1)
+    epoch, sample = map(int, re.match(r"(\d+), sample (\d+)", after).groups())
+    steps = re.findall(r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE)
+    known = min(int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True")
+    assert (epoch - 1) * IMAGES + sample <= known + INTERVAL * 64
+    return epoch, sample
 
 
 def test_time_limit(slow_job, cluster, undisturbed):
     """SLURM's own warning, 60 to 90 seconds before the end, when half of the run is done; then there is time enough."""
     job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
     job.wait_for("^stopped by SIGUSR1", timeout=120)
-    epochs, steps = divmod(stopped_after(job.log()), 10)
-    places = [(epochs, steps)] if steps else [(epochs, 0), (epochs - 1, 10)]  # after the epoch, or after its last step
-    saved = (job.runs() / "last.pt").resolve().name
-    place = next(place for place in places if saved.startswith("epoch-{:04}-step-{:06}-".format(*place)))
-    job.wait_for(r"^resumed from .* after epoch {}{}$".format(place[0], f" and {place[1]} steps" * (place[1] > 0)))
+    epoch, sample = stopped_at(job.log())
+    job.wait_for(rf"^resumed from .* at epoch {epoch}, sample {sample} ")
     cluster.run(f"scontrol update jobid={job.id} timelimit=10")
     job.finish()
     assert job.shown("Restarts") == {"1"}
@@ -130,7 +129,7 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     job.wait_for("^epoch ")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     assert "ddp: not queued again after 1 times" in job.finish()
-    stopped_after(job.log())
+    stopped_at(job.log())
     assert checkpoint(job.runs())["epoch"] < 20
     other = SlurmJob(cluster, job.folder, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
                                           f"mnist/ddp_launch.py {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
@@ -150,4 +149,4 @@ def test_stopped_rank(launcher, slow_job):
     stopped = time.monotonic()
     log = job.finish("FAILED")
     assert time.monotonic() - stopped < 8 + 10
-    assert "no step in 8 s (--timeout)" in log
+    assert "Timeout (0:00:08)!" in log

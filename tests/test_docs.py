@@ -1,23 +1,18 @@
-"""What the documents say is so: their links lead somewhere, their figures are those that the code gives."""
+"""What the documents say is so: links lead somewhere, tables are what the code gives, its blocks of code run."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.launch
 from launch import ROOT, checkpoint, need_horovod, run
 
-from common import data, flags, models, schedule
+from common import cifar10, models, schedule
+from common.data import EpochSampler
 from docs import changes, draw
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")])
-CPU = torch.device("cpu")
-
-
-def made(page):
-    """Whether a benchmark wrote it."""
-    return page.parent.name == "results" and page.name != "README.md"
 
 
 def path_of(page):
@@ -75,13 +70,6 @@ def test_each_page_is_reached_from_the_readme():
     assert [path_of(page) for page in sorted({*ROOT.glob("docs/*.md")} - reached)] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not made(page)], ids=path_of)
-def test_width(page):
-    """At most 120 columns; tables, code and lines with an address may have more, and what a benchmark wrote."""
-    lines = [line for line in prose(page).splitlines() if not line.startswith("|") and "](" not in line]
-    assert [line for line in lines if len(line) > 120] == []
-
-
 def test_changes_are_those_of_the_recipes():
     assert changes.PAGE.read_text() == changes.page(), "python docs/changes.py"
 
@@ -91,24 +79,17 @@ def test_drawings_are_those_of_the_script():
         name: drawing() for name, drawing in draw.DRAWINGS.items()}, "python docs/draw.py"
 
 
-def arguments(*given):
-    return flags.parser("", "mnist", ("convnet",), 1, 64, 0.1, 0).parse_args(given)
-
-
 def test_example_of_batch_sizes():
-    """Each row is what the data set and the schedule of the recipes give for so many processes."""
+    """Each row is what the sampler and the schedule of the recipes give for so many processes."""
     rows = table("batch-size.md", "processes")
     assert [row[0] for row in rows] == ["1", "2", "4", "8"]
     for row in rows:
         world_size, batch, global_batch, steps = map(int, row[:4])
         assert (batch, global_batch) == (32, 32 * world_size)
-        args = arguments("--synthetic", "1024", "-b", str(batch), "--lr", "0.02")
         for rank in range(world_size):
-            train, _ = data.mnist(args, CPU, rank, world_size)
-            assert len(train) == len([*train]) == steps
+            assert len(EpochSampler(1024, batch, seed=0, rank=rank, world_size=world_size)) == steps * batch
         for scaling, rate in zip(("linear", "sqrt", "none"), row[4:], strict=True):
-            args.scale_lr = scaling
-            assert f"{args.lr * schedule.lr_factor(args, world_size):.3g}" == rate
+            assert f"{0.02 * schedule.lr_factor(SimpleNamespace(scale_lr=scaling), world_size):.3g}" == rate
 
 
 def test_commands_of_batch_sizes(tmp_path):
@@ -117,27 +98,22 @@ def test_commands_of_batch_sizes(tmp_path):
     rows = table("batch-size.md", "processes")
     for command, (_, batch, global_batch, steps, rate, *_) in zip(
             commands.splitlines(), (rows[0], rows[-1]), strict=True):
-        printed = run(f"{command} --log-dir {tmp_path / steps}", cwd=ROOT)
+        printed = run(f"{command} --log-dir {tmp_path / steps} --checkpoint-every {steps}", cwd=ROOT)
         assert f"batch {batch} per process, {global_batch} global | learning rate {rate}\n" in printed
-        assert checkpoint(tmp_path / steps)["scheduler"]["last_epoch"] == int(steps)
+        within = torch.load(tmp_path / steps / "previous.pt", weights_only=True)  # saved after the last step
+        assert (within["epoch"], within["samples"]) == (0, int(steps) * int(global_batch))
 
 
 def test_sizes_of_the_gradients():
+    from torchvision.models import resnet50
+
+    sizes = {"MNIST's convnet": models.MODELS["convnet"](1, 28), "ImageNet's resnet50": resnet50(),
+             "CIFAR-10's resnet18": cifar10.MODELS["resnet18"](3, 32)}
     for name, parameters, size, sent in table("allreduce.md", "model"):
-        dataset, model = re.fullmatch(r"(.*)'s (.*)", name).groups()
-        args = SimpleNamespace(seed=0, dataset=dataset.lower().replace("-", ""), model=model, channels_last=False,
-                               compile=False)
-        shape = {"mnist": (1, 28, 10), "cifar10": (3, 32, 10), "imagenet": (3, 224, 1000)}[args.dataset]
-        count = sum(weights.numel() for weights in models.build(args, *shape).parameters())
+        count = sum(weights.numel() for weights in sizes[name].parameters())
         assert parameters == f"{count:,}"
         assert size == f"{4 * count / 1e6:.2f} MB"
         assert sent == f"{4 * count * 2 * 7 / 8 / 1e6:.2f} MB"
-
-
-def test_what_torch_says_of_its_own():
-    assert hasattr(torch.distributed.launch.main, "__deprecated__")
-    assert not hasattr(torch.nn.DataParallel, "__deprecated__")
-    assert "recommended to use :class:`~torch.nn.parallel.DistributedDataParallel`" in torch.nn.DataParallel.__doc__
 
 
 HOROVOD = """
@@ -160,3 +136,46 @@ def test_what_horovod_does_to_gradients(launcher, tmp_path):
     need_horovod(launcher)
     (tmp_path / "check.py").write_text(HOROVOD)
     run(f"{launcher} python check.py {'adasum' if 'mpi' in launcher else ''}", cwd=tmp_path)
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+CLIPPING = "ddp_launch.py", "hvd.py", "ddp_amp.py", "apex_amp.py"  # as docs/your-own.md has them, one after the other
+
+
+def port(name, to):
+    """Do in the folder `to` what docs/your-own.md says, to a copy of mnist/`name`."""
+    page, text = (ROOT / "docs" / "your-own.md").read_text(), (ROOT / "mnist" / name).read_text()
+    everywhere, _, clipping = page.partition("## Clipping gradients")
+    for block in [*blocks(everywhere, "diff"), blocks(clipping, "diff")[CLIPPING.index(name)]]:
+        lines = block.splitlines(keepends=True)
+        old, new = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
+        assert text.count(old) == 1, f"mnist/{name} has not, or more than once:\n{old}"
+        text = text.replace(old, new)
+    (to / "train.py").write_text(text)
+    (to / "mine.py").write_text("\n\n".join(blocks(page, "python")))
+    shutil.copytree(ROOT / "common", to / "common", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.mark.parametrize("name", CLIPPING)
+def test_your_own(name, tmp_path):
+    """It learns, and a run that goes on within an epoch ends with the very weights of one that was never stopped."""
+    port(name, tmp_path)
+    if name == "apex_amp.py":  # which no CPU runs
+        compile((tmp_path / "train.py").read_text(), "train.py", "exec")
+        return
+    if name == "hvd.py":
+        need_horovod("gloo")
+    start = "horovodrun --gloo -np 2 python" if name == "hvd.py" else "torchrun --standalone --nproc-per-node=2"
+    assert "--synthetic" not in run("python train.py --help", tmp_path)
+    assert "doctor: all is well" in run(f"{start} {ROOT}/scripts/doctor.py --recipe train.py --data load", tmp_path)
+    assert run(f"{start} train.py --log-dir whole --checkpoint-every 40", tmp_path).startswith("mine: ")
+    whole = checkpoint(tmp_path / "whole")
+    assert whole["history"][-1]["val"]["accuracy"] > 0.98
+    shutil.copy(tmp_path / "whole" / "previous.pt", tmp_path / "within.pt")
+    resumed = run(f"{start} train.py --log-dir again --resume within.pt", tmp_path)
+    assert "at epoch 2, sample 4000 " in resumed
+    again = checkpoint(tmp_path / "again")
+    assert all(torch.equal(weights, again["model"][key]) for key, weights in whole["model"].items())

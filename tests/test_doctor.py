@@ -6,11 +6,11 @@ import shutil
 import signal
 import time
 
+import psutil
 import pytest
 from cluster import SlurmJob
 from launch import ROOT, Job, commands, need_horovod, run
-
-from common import processes
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
@@ -37,16 +37,16 @@ def test_docstring_command(command):
     assert ("the sums are right" in output) == (size == 2)
     if "mnist" in command:
         assert SHARES.format("59,968 of 60,000", " (32 fill no global batch)", "12,000") in output
-        assert "batch 32 per process, 64 global | learning rate 0.04 (--lr 0.02" in output
-        assert "937 steps per epoch" in output
+        assert "batch 32 per process, 64 global | 937 steps per epoch" in output
+        assert "learning rate 0.04 (--lr 0.02" in output
 
 
 def test_three_processes_which_do_not_divide_the_images():
     need_horovod("mpi")
     output = run(f"{MPIRUN} -np 3 python {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
     assert SHARES.format("990 of 1,000", " (10 fill no global batch)", "200") in output
-    assert "batch 30 per process, 90 global | learning rate 0.1 (" in output
-    assert "11 steps per epoch" in output
+    assert "batch 30 per process, 90 global | 11 steps per epoch" in output
+    assert "learning rate 0.1 (" in output
 
 
 def test_real_images_and_a_warning(real_data):
@@ -60,9 +60,48 @@ def test_real_images_and_a_warning(real_data):
 def test_wrong_inputs(tmp_path):
     for flags, complaint in (("--dataset imagenet --data-dir none", "none/train is not there"),
                              ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
-                             ("--synthetic 100", "do not fill one batch of 128")):
+                             ("--synthetic 100", "do not fill one batch of 128"),
+                             ("--recipe none.py", "there is no such file"),
+                             (f"--recipe {ROOT}/mnist/single.py --data MyDataset", "single.py has no MyDataset")):
         lines = run(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
         assert lines[-1].startswith("doctor.py: ") and complaint in lines[-1]
+
+
+MINE = """
+import os, sys
+from torch.utils.data import TensorDataset
+import torch
+sys.path.insert(1, {root!r})
+from common import flags
+
+def parse_args():
+    parser = flags.parser(__doc__, dataset="mine")
+    flags.add_training(parser, lrs={{"net": 0.5}}, epochs=1, batch_size=8)
+    flags.add_sgd(parser, weight_decay=0)
+    return parser.parse_args()
+
+def load(args):
+    count = 100 + 10 * (os.environ["RANK"] == os.environ.get("MORE"))
+    return [TensorDataset(torch.zeros(n, 3, 4, 4), torch.zeros(n, dtype=torch.int64)) for n in (count, 30)]
+"""
+
+
+def test_a_recipe_of_ones_own(tmp_path):
+    (tmp_path / "train.py").write_text(MINE.format(root=str(ROOT)))
+    mine = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe train.py"
+    output = run(f"{mine} --data load -b 12", cwd=tmp_path)
+    assert f"mine: {SHARES.format('96 of 100', ' (4 fill no global batch)', '30')}" in output
+    assert "batch 12 per process, 24 global | 4 steps per epoch" in output and "learning rate 1 (--lr 0.5" in output
+    output = run(f"{mine} --data load", cwd=tmp_path, status=1, MORE="1")
+    assert "the data set is not the same on all ranks (100 and 30 images on rank 0, 110 and 30 images on rank 1)" \
+        in verdict(output)
+    output = run(mine, cwd=tmp_path, MORE="1")
+    assert verdict(output).startswith("doctor: all is well: world size 2") and "an epoch trains" not in output
+
+
+def test_no_data_set(tmp_path):
+    output = run(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset none --device cpu", cwd=tmp_path)
+    assert verdict(output).startswith("doctor: all is well: world size 2") and "the sums are right" in output
 
 
 def by_hand(rank, port, flags=""):
@@ -72,7 +111,7 @@ def by_hand(rank, port, flags=""):
 
 
 def test_two_ranks_with_the_same_device(tmp_path):
-    port = processes.free_port()
+    port = get_free_port()
     output = run(f"{by_hand(0, port)} & {by_hand(1, port)}; status=$?; wait; exit $status", cwd=tmp_path, status=1)
     assert "ranks 0 and 1 both have local rank 0 of " in verdict(output)
 
@@ -96,10 +135,10 @@ def test_ranks_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize(("file", "line", "replacement", "complaint"), [
-    ("common/data.py", "EpochSampler(train, world_size, rank,", "EpochSampler(train, 1, 0,",
-     "doctor: the shards of training are wrong, an epoch reads 49920 images more than once"),
-    ("common/data.py", "range(rank, len(val), world_size)", "range(rank, len(val) - 2, world_size)",
-     "doctor: the shards of validation are wrong, 2 images are not read exactly once"),
+    ("common/data.py", "[self.rank::self.world_size]", "[self.rank % 1::self.world_size]",
+     "doctor: the shards of training are wrong, an epoch reads 24960 images more than once and 25040 never"),
+    ("common/data.py", "torch.arange(share.start, share.stop, share.step)", "torch.arange(share.start, share.stop)",
+     "doctor: the shards of validation are wrong, 9999 images are not read exactly once"),
     ("benchmarks/allreduce.py", "dist.all_reduce,", "lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX),",
      "the all-reduce of 4 bytes over gloo gives a wrong sum"),
 ], ids=["training", "validation", "sum"])
@@ -113,13 +152,17 @@ def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
 
 
 def test_a_rank_that_never_comes(tmp_path):
-    output = run(by_hand(0, processes.free_port(), "--timeout 2"), cwd=tmp_path, status=1)
-    assert output.startswith("doctor.py: no step in 2 s (--timeout): it hangs in join_torch (allreduce.py")
+    output = run(by_hand(0, get_free_port(), "--timeout 2"), cwd=tmp_path, status=1)
+    assert output.startswith("Timeout (0:00:02)!")
+    assert re.search(r'allreduce.py", line \d+ in join_torch', output)
 
 
 def test_ctrl_c(tmp_path):
-    job = Job(f"exec env {by_hand(0, processes.free_port())}", cwd=tmp_path)
-    time.sleep(3)
+    port = get_free_port()
+    job = Job(f"exec env {by_hand(0, port)}", cwd=tmp_path)
+    while port not in {connection.laddr.port for connection in psutil.net_connections()}:
+        assert job.process.poll() is None, job.output()
+        time.sleep(0.2)
     job.signal(signal.SIGINT)
     assert job.finish(timeout=10) == -signal.SIGINT
     assert job.output() == ""

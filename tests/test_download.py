@@ -6,15 +6,18 @@ import http.server
 import io
 import multiprocessing
 import os
+import pickle
+import socket
 import tarfile
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torchvision.datasets import CIFAR10, MNIST
 
-from common import files, flags
+from common import cifar10, datasets, flags
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -52,7 +55,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content[:half] if fault in ("truncated", "stalled") else content)
         if fault == "stalled":
-            time.sleep(2)
+            time.sleep(30)
         if fault == "slow":
             time.sleep(0.5)
 
@@ -60,123 +63,161 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def args_for(dataset, folder):
-    return flags.parser("", dataset, ("convnet",), 1, 1, 1, 0).parse_args(["--data-dir", str(folder)])
-
-
-@pytest.fixture
-def mnist(real_data, monkeypatch):
-    """The files that a mirror of MNIST has, as torchvision then expects them."""
-    raw = real_data("mnist") / "MNIST" / "raw"
-    files = {f"{path.name}.gz": gzip.compress(path.read_bytes(), compresslevel=1) for path in sorted(raw.iterdir())}
-    monkeypatch.setattr(MNIST, "resources", [(name, md5(content)) for name, content in files.items()])
-    return files
-
-
 def md5(content):
     return hashlib.md5(content).hexdigest()
 
 
+def args_for(dataset, folder):
+    parser = flags.parser("", dataset=dataset)
+    flags.add_data(parser)
+    flags.add_training(parser, lrs={"convnet": 1}, epochs=1, batch_size=1)
+    flags.add_sgd(parser, weight_decay=0)
+    return parser.parse_args(["--data-dir", str(folder)])
+
+
+@pytest.fixture(autouse=True)
+def default_timeout():
+    """A process that downloads keeps its timeout for sockets; this one runs other tests."""
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.fixture(scope="module")
+def mnist_files(real_data):
+    """The files that a mirror of MNIST has."""
+    raw = real_data("mnist") / "MNIST" / "raw"
+    return {f"{path.name}.gz": gzip.compress(path.read_bytes(), compresslevel=1) for path in sorted(raw.iterdir())}
+
+
+@pytest.fixture
+def mnist(mnist_files, monkeypatch):
+    """The same, as torchvision then expects them."""
+    monkeypatch.setattr(MNIST, "resources", [(name, md5(content)) for name, content in mnist_files.items()])
+    return mnist_files
+
+
+@pytest.fixture
+def cifar(monkeypatch):
+    """The archive of a small CIFAR-10, {name: bytes}, as torchvision then expects it."""
+    generator, contents = np.random.default_rng(0), {}
+    for name in cifar10.FILES:
+        batch = {"data": generator.integers(256, size=(20, 3072), dtype=np.uint8), "labels": list(range(10)) * 2}
+        contents[name] = pickle.dumps(batch, protocol=2)
+    contents["cifar-10-batches-py/batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")})
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, content in {**contents, "cifar-10-batches-py/readme.html": b"read me"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    sums = {name.partition("/")[2]: md5(content) for name, content in contents.items()}
+    monkeypatch.setattr(CIFAR10, "train_list", [[f"data_batch_{k}", sums[f"data_batch_{k}"]] for k in range(1, 6)])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(buffer.getvalue()))
+    return {CIFAR10.filename: buffer.getvalue()}
+
+
+LOAD = {"mnist": datasets.mnist, "cifar10": cifar10.load}
+
+
+def files_in(folder):
+    """What a user finds there; the lock, which is empty, may stay."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
+                  if path.is_file() and path.name != ".download.lock")
+
+
 def refused(dataset, folder, capsys):
-    """The line with which a download ends; it leaves nothing."""
+    """The line with which a download ends; it leaves no file."""
     with pytest.raises(SystemExit, match="2"):
-        files.download(args_for(dataset, folder))
-    assert not folder.exists(), "a download that failed leaves nothing"
-    line = capsys.readouterr().err.splitlines()[-1]
+        LOAD[dataset](args_for(dataset, folder))
+    assert not files_in(folder), "a download that failed leaves nothing"
+    line = capsys.readouterr().err.splitlines()[-1]  # behind torchvision's progress bar
     assert "the download failed" in line
-    assert "bring the files" in line
+    assert "--synthetic" in line
     return line
 
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "truncated", "stalled"])
-def test_spoiled(fault, mnist, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "STALLED", 0.5)
-    with Server(mnist, fault) as server:
+@pytest.mark.parametrize("dataset", LOAD)
+def test_spoiled(fault, dataset, request, tmp_path, monkeypatch, capsys):
+    set_timeout = socket.setdefaulttimeout
+    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 60))  # a user waits longer
+    with Server(request.getfixturevalue({"cifar10": "cifar"}.get(dataset, dataset)), fault) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
         started = time.monotonic()
-        refused("mnist", tmp_path / "data", capsys)
+        refused(dataset, tmp_path / "data", capsys)
         assert time.monotonic() - started < 20
 
 
 def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
     with Server(mnist, "wrong bytes") as bad, Server(mnist) as good:
         monkeypatch.setattr(MNIST, "mirrors", [bad.url, good.url])
-        files.download(args_for("mnist", tmp_path / "data"))
+        train, val = datasets.mnist(args_for("mnist", tmp_path / "data"))
         assert bad.answers
-    for path in (real_data("mnist") / "MNIST" / "raw").iterdir():
-        assert (tmp_path / "data" / "MNIST" / "raw" / path.name).read_bytes() == path.read_bytes()
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"], "nothing else is left"
+    assert (len(train), len(val)) == (60_000, 10_000)
+    for name in datasets.MNIST_FILES:
+        assert (tmp_path / "data" / name).read_bytes() == (real_data("mnist") / name).read_bytes()
+    assert files_in(tmp_path / "data") == sorted(datasets.MNIST_FILES), "nothing else is left"
 
 
-def download_alone(args):
+def test_archive(cifar, tmp_path, monkeypatch):
+    with Server(cifar) as server:
+        monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
+        cifar10.load(args_for("cifar10", tmp_path))
+    train, val = cifar10.load(args_for("cifar10", tmp_path))  # from the files
+    assert (train.images.shape, val.images.shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
+    assert train.labels.tolist() == list(range(10)) * 10
+    assert files_in(tmp_path) == sorted(cifar10.FILES)
+
+
+def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):
+    """Only the file that is missing comes from the download."""
+    *there, missing = datasets.MNIST_FILES
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(real_data("mnist") / name, tmp_path / name)
+    with Server(mnist) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        datasets.mnist(args_for("mnist", tmp_path))
+    assert all((tmp_path / name).samefile(real_data("mnist") / name) for name in there)
+    assert (tmp_path / missing).read_bytes() == (real_data("mnist") / missing).read_bytes()
+
+
+def as_rank(rank, args):
     torch.set_num_threads(1)  # OpenMP's threads did not come along in the fork
-    files.download(args)
+    os.environ["RANK"] = str(rank)
+    datasets.mnist(args)
+
+
+def two_ranks(folder):
+    """The exit statuses of two processes that want the data at the same time."""
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=as_rank, args=(rank, args_for("mnist", folder)), daemon=True) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    return [process.exitcode for process in both]
 
 
 def test_two_processes(mnist, tmp_path, monkeypatch):
-    """One downloads, the other waits; what a killed process left is swept."""
-    (tmp_path / "data" / ".downloading-stale").mkdir(parents=True)
+    """One downloads, the other waits and finds the files."""
     with Server(mnist, "slow") as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
-        files.download(args_for("mnist", tmp_path / "alone"))
-        requests = len(server.answers)
-        fork = multiprocessing.get_context("fork")
-        both = [fork.Process(target=download_alone, args=(args_for("mnist", tmp_path / "data"),), daemon=True)
-                for _ in range(2)]
-        for process in both:
-            process.start()
-        for process in both:
-            process.join(60)
-        assert [process.exitcode for process in both] == [0, 0]
-        assert len(server.answers) == 2 * requests, "one of the two downloads"
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"]
+        assert two_ranks(tmp_path / "data") == [0, 0]
+        assert len(server.answers) == 2 * len(mnist), "one of the two downloads; torchvision asks for a redirect first"
+    assert files_in(tmp_path / "data") == sorted(datasets.MNIST_FILES)
 
 
-def archive(members):
-    """A .tar.gz of the TarInfo and bytes in `members`."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for member, content in members:
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def link(name, target, kind):
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = kind, target
-    return member
-
-
-def test_archive(tmp_path, monkeypatch):
-    served = archive([(tarfile.TarInfo(name), name.encode()) for name in (*files.CIFAR10_FILES, "readme.html")])
-    with Server({"cifar.tar.gz": served}) as server:
-        monkeypatch.setattr(CIFAR10, "url", f"{server.url}cifar.tar.gz")
-        monkeypatch.setattr(CIFAR10, "tgz_md5", md5(served))
-        files.download(args_for("cifar10", tmp_path))
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == \
-           sorted(files.CIFAR10_FILES)
-    assert (tmp_path / files.CIFAR10_FILES[0]).read_text() == files.CIFAR10_FILES[0]
-
-
-@pytest.mark.parametrize("member", [
-    tarfile.TarInfo("../canary"), tarfile.TarInfo("/tmp/canary"), tarfile.TarInfo("cifar-10-batches-py/../../canary"),
-    link("cifar-10-batches-py/data_batch_1", "/etc/passwd", tarfile.SYMTYPE),
-    link("cifar-10-batches-py/data_batch_1", "../../canary", tarfile.LNKTYPE),
-], ids=lambda member: f"{member.name}-{member.linkname}")
-def test_archive_that_leads_out(member, tmp_path, monkeypatch, capsys):
-    """Refused although its digest is right, before anything is unpacked."""
-    served = archive([*((tarfile.TarInfo(name), b"x") for name in files.CIFAR10_FILES[1:]), (member, b"")])
-    with Server({"cifar.tar.gz": served}) as server:
-        monkeypatch.setattr(CIFAR10, "url", f"{server.url}cifar.tar.gz")
-        monkeypatch.setattr(CIFAR10, "tgz_md5", md5(served))
-        assert f"leads out of it: {member.name}" in refused("cifar10", tmp_path / "data", capsys)
-    assert not list(tmp_path.iterdir())
-    assert not os.path.exists("/tmp/canary")
-
-
-def test_archive_with_wrong_digest_is_not_opened(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "_unpack", lambda *_: pytest.fail("it was opened"))
-    with Server({"cifar.tar.gz": archive([(tarfile.TarInfo(name), b"x") for name in files.CIFAR10_FILES])}) as server:
-        monkeypatch.setattr(CIFAR10, "url", f"{server.url}cifar.tar.gz")
-        refused("cifar10", tmp_path / "data", capsys)
+def test_two_processes_that_cannot_download(mnist, tmp_path, monkeypatch, capfd):
+    """Each says why; the second does not go on without the files."""
+    with Server(mnist, "wrong bytes") as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        assert two_ranks(tmp_path / "data") == [2, 2]
+    reasons = [line for line in capfd.readouterr().err.splitlines() if "the download failed" in line]
+    assert len(reasons) == 2
+    assert sum("rank 1: " in line for line in reasons) == 1
+    assert all("not found or corrupted" in line for line in reasons), "torchvision's reason"
+    assert not files_in(tmp_path / "data")

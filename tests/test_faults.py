@@ -1,4 +1,4 @@
-"""What clusters do to a run: it ends with one line and leaves no process, and what was saved stays good."""
+"""What clusters do to a run: it ends with a status that is not 0, leaves no process, and what was saved stays good."""
 
 import os
 import re
@@ -6,33 +6,62 @@ import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
-from launch import ROOT, Job, changed_copy, checkpoint, need, need_horovod, run, strategies
+from launch import ROOT, STEP, Job, changed_copy, checkpoint, need, need_horovod, run, strategies
+from PIL import Image
 
 from common import checkpoint as checkpoints
 
-STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch; evaluate has none with this name
 SHORT = "--synthetic 2560 --model lenet --device cpu"
-OURS = re.compile(r'File "\S*/(mnist|cifar10|common)/\w+\.py"')  # in a traceback that is not the launcher's own
 RECIPES = {"ddp_spawn": "ddp_spawn", "ddp_launch": "ddp_launch", "hvd_gloo": "hvd", "hvd_mpi": "hvd"}
 
 
-def with_fault(strategy, fault, folder):
-    """The command that starts a copy of a recipe of mnist on two processes, with the line `fault` after each step."""
+def fails(command, cwd):
+    """What a command prints that ends within a minute, and not well."""
+    job = Job(command, cwd)
+    assert job.finish(60) != 0, job.output()
+    return job.output()
+
+
+def good(folder):
+    """The checkpoint that --resume auto would take, while nothing there is damaged."""
+    path, saved, _, damaged = checkpoints.find("auto", folder)
+    assert path
+    assert not damaged
+    return saved
+
+
+FAULTS = {
+    "exit(0)": "__import__('os')._exit(0)",
+    "memory limit": "import psutil, resource\n"
+                    "            limit = psutil.Process().memory_info().vms + 2**20\n"
+                    "            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+                    "            images.repeat(10_000, 1, 1, 1)",
+    "loss not finite": "metrics.update(loss / 0, logits, labels)",
+    "hangs": "__import__('time').sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", RECIPES)
+def test_fault_of_one_rank(fault, strategy, tmp_path):
+    """In the second epoch: all ranks end, and the checkpoint of the first epoch is good."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    copy = changed_copy(folder, f"mnist/{RECIPES[strategy]}.py", STEP, f"{STEP}        {fault}\n")
-    return f"{strategies(2, copy)[strategy]} {SHORT}"
-
-
-def fails(command, cwd, *says):
-    """What a command prints that ends with status 1 within a minute, each part of `says` once and no traceback."""
-    job = Job(command, cwd)
-    assert job.finish(60) == 1, job.output()
-    for part in says:
-        assert job.output().count(part) == 1, job.output()
-    assert not OURS.search(job.output()), job.output()
-    return job.output()
+    line = f"        if run.rank == 1 and (run.epoch, run.samples) == (1, 1280):\n            {FAULTS[fault]}\n"
+    copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
+    # Eight seconds, as the import of TensorBoard at the end of the first epoch can take some
+    output = fails(f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log --timeout 8", tmp_path)
+    assert "epoch 1/3" in output
+    assert "epoch 2/3" not in output
+    assert good(tmp_path / "log")["epoch"] == 1
+    if fault == "loss not finite":
+        assert output.count("the loss is not finite") == 1, output
+        assert "in train_one_epoch" not in output, output
+    if fault == "hangs":
+        assert "Timeout (0:00:08)!" in output, output
+        assert "in train_one_epoch" in output, output
 
 
 def on_small_disk(command, cwd, size, at):
@@ -47,36 +76,46 @@ def on_small_disk(command, cwd, size, at):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn"])
 def test_disk_full_during_a_save(strategy, tmp_path):
-    """There is room for two checkpoints of 0.5 MB, and not for the third, which is written before the first goes."""
+    """There is room for two checkpoints of 0.5 MB, and not for a third."""
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[strategy]
     command += f" {SHORT} --epochs 4 --log-dir log --checkpoint-dir disk"
-    command = on_small_disk(command, tmp_path, "1200k", "disk")
-    output = fails(command, tmp_path, "cannot save a checkpoint in disk (No space left on device)")
-    assert "epoch 3/4" in output
-    _, content, broken = checkpoints.find("auto", tmp_path / "copy")
-    assert checkpoints.unpack(content)["epoch"] == 2
-    assert not broken
+    output = fails(on_small_disk(command, tmp_path, "1200k", "disk"), tmp_path)
+    assert output.count("No space left on device") == 1, output
+    assert "Traceback" not in output
+    whole_epochs = len(re.findall(r"^epoch \d/4: ", output, re.MULTILINE))
+    assert 1 < whole_epochs < 4
+    assert good(tmp_path / "copy")["epoch"] == whole_epochs - 1
     assert not list((tmp_path / "copy").glob(".*")), "no torn file takes the room"
 
 
 def test_disk_full_of_figures(tmp_path):
-    """TensorBoard and results.json cannot be written: training goes on, and there is one warning."""
+    """TensorBoard and results.json cannot be written: training goes on, and says so."""
     command = f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir checkpoints"
-    command = on_small_disk(command, tmp_path, "4k", "disk")
-    output = run(command, cwd=tmp_path)
-    assert output.count("warning: no figures are written to disk (No space left on device)") == 1
-    assert "Traceback" not in output
+    output = run(on_small_disk(command, tmp_path, "4k", "disk"), cwd=tmp_path)
+    assert "warning: no figures are written to disk (No space left on device)" in output
     assert checkpoint(tmp_path / "checkpoints")["epoch"] == 3
 
 
 def test_folder_becomes_read_only(tmp_path):
     recipe = f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir log --checkpoint-dir disk"
     remount = "while ! [ -e disk/last.pt ]; do sleep 0.05; done; mount -o remount,ro disk"
-    command = on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk")
-    fails(command, tmp_path, "cannot save a checkpoint in disk (Read-only file system)")
-    saved, _, broken = checkpoints.find("auto", tmp_path / "copy")
-    assert saved
-    assert not broken
+    output = fails(on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk"), tmp_path)
+    assert output.count("Read-only file system") == 1
+    assert "Traceback" not in output
+    assert good(tmp_path / "copy")["epoch"] > 0
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The flags with which a recipe of imagenet trains on 160 images, read by workers."""
+    folder = tmp_path_factory.mktemp("tree")
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    for split, count in (("train", 64), ("val", 16)):
+        for label in "ab":
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(pixels).save(folder / split / label / f"{number}.JPEG")
+    return f"--data-dir {folder} --model lenet --lr 0.001 --device cpu --log-dir log -b 16 --image-size 32"
 
 
 def loader_workers(job, count):
@@ -93,87 +132,47 @@ def loader_workers(job, count):
     raise AssertionError(job.output())
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_launch"])
-def test_loader_worker_killed(strategy, tmp_path):
-    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[strategy]
-    job = Job(f"{command} {SHORT} --epochs 1000 --workers 1 --log-dir log", cwd=tmp_path)
-    job.wait_for("epoch 1/1000")
-    loader_workers(job, 1 if strategy == "single" else 2)[0].kill()
-    assert job.finish(60) == 1
-    assert job.output().count("it may have met the memory limit") == 1, job.output()
-    assert not OURS.search(job.output())
+@pytest.mark.parametrize(("strategy", "number"), [("single", signal.SIGKILL), ("ddp_launch", signal.SIGKILL),
+                                                  ("single", signal.SIGSTOP)])
+def test_loader_worker(strategy, number, tree, tmp_path):
+    """One that is killed, as by a memory limit, ends the run; so does one that hangs, after --timeout."""
+    command = {"single": f"python {ROOT}/imagenet/single.py", **strategies(2, ROOT / "imagenet")}[strategy]
+    job = Job(f"{command} {tree} --epochs 1000 --workers 1 --timeout 8", cwd=tmp_path)
+    job.wait_for("epoch 2/1000")
+    loader_workers(job, 1 if strategy == "single" else 2)[0].send_signal(number)
+    assert job.finish(60) != 0
+    assert good(tmp_path / "log")["epoch"] > 0
+    if number == signal.SIGSTOP:
+        assert "Timeout (0:00:08)!" in job.output()
+        assert "loader.py" in job.output() or "dataloader.py" in job.output()
 
 
-def test_loader_worker_hangs(tmp_path):
-    job = Job(f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --workers 1 --timeout 8", cwd=tmp_path)
-    job.wait_for("epoch 1/1000")
-    worker = loader_workers(job, 1)[0]
-    worker.send_signal(signal.SIGSTOP)
-    assert job.finish(60) == 1
-    assert "single.py: no step in 8 s (--timeout): it hangs in __iter__ (data.py:" in job.output()
-
-
-def test_tiny_shared_memory(tmp_path):
-    """Loader workers hand batches over by way of /dev/shm; one of 512 images of CIFAR-10 is 1.5 MB."""
-    recipe = f"python {ROOT}/cifar10/ddp_spawn.py -g 2 --synthetic 2560 --model lenet --device cpu -b 512 --workers 2"
-    fails(on_small_disk(recipe, tmp_path, "1m", "/dev/shm"), tmp_path, "a loader worker found no room in /dev/shm")
-
-
-FAULTS = {
-    "exit(0)": ("if run.rank == 1 and scheduler.last_epoch == 30: __import__('os')._exit(0)", "another rank is gone"),
-    "memory limit": (
-        "if run.rank == 1 and scheduler.last_epoch == 30:\n"
-        "            import psutil, resource\n"
-        "            resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**20,) * 2)\n"
-        "            images.repeat(10_000, 1, 1, 1)", "out of memory: take a smaller --batch-size"),
-    "loss not finite": ("if run.rank == 1 and scheduler.last_epoch == 33: metrics.update(loss / 0, logits, labels)",
-                        "the loss is not finite (rank 1; epoch 2, by step 20)"),
-    "hangs": ("if run.rank == 1 and scheduler.last_epoch == 30: __import__('time').sleep(1000)",
-              "rank 1: no step in 8 s (--timeout): it hangs in train_one_epoch"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("strategy", RECIPES)
-def test_fault_of_one_rank(fault, strategy, tmp_path):
-    """In the second epoch: all ranks end, one line says why, and the checkpoint of the first epoch is good."""
-    line, says = FAULTS[fault]
-    # Eight seconds, as the import of TensorBoard at the end of the first epoch can take some
-    command = f"{with_fault(strategy, line, tmp_path)} --epochs 3 --log-dir log --timeout 8"
-    if fault == "exit(0)" and strategy == "hvd_mpi":
-        says = "exiting improperly"  # mpirun notices first, and says so itself
-    output = fails(command, tmp_path, says)
-    assert "epoch 1/3" in output
-    assert "epoch 2/3" not in output
-    assert checkpoint(tmp_path / "log")["epoch"] == 1
-
-
-def test_slow_download(tmp_path):
-    """--timeout is for training: while one process prepares the data the others wait as long as it takes."""
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", "        files.download(args)  #",
-                        "        __import__('time').sleep(6)  #")
-    run(f"{strategies(2, copy)['ddp_launch']} {SHORT} --dry-run --timeout 3", cwd=tmp_path)
+def test_tiny_shared_memory(tree, tmp_path):
+    """Loader workers hand batches over by way of /dev/shm; one of 32 images of 128x128 is 1.5 MB."""
+    command = f"{strategies(2, ROOT / 'imagenet')['ddp_launch']} {tree} -b 32 --image-size 128 --epochs 1 --workers 2"
+    fails(on_small_disk(command, tmp_path, "1m", "/dev/shm"), tmp_path)
+    assert not list((tmp_path / "log").glob("*.pt"))
 
 
 def test_stack_dump(tmp_path):
+    """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and training goes on."""
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 30", cwd=tmp_path)
     job.wait_for("epoch 1/30")
     processes = [process for process in job.alive() if re.search("ddp_spawn|spawn_main", " ".join(process.cmdline()))]
     assert len(processes) == 3, "two ranks, and the one that started them"
     for process in processes:
         process.send_signal(signal.SIGUSR2)
-    assert job.finish() == 0
-    assert job.output().count("Current thread") == 3, job.output()
+    assert job.finish() == 0, job.output()
+    assert job.output().count("Current thread") >= 2, job.output()
     assert "ddp_spawn.py\", line" in job.output()
 
 
 def test_ranks_end_when_one_is_killed(tmp_path):
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 1000 --log-dir log", cwd=tmp_path)
-    job.wait_for("epoch 1/1000")
+    job.wait_for("epoch 2/1000")
     rank = next(process for process in job.alive() if "multiprocessing.spawn" in " ".join(process.cmdline()))
     killed = time.monotonic()
     rank.kill()
-    assert job.finish(60) == 1
+    assert job.finish(60) != 0
     assert time.monotonic() - killed < 10
-    assert "was ended by SIGKILL" in job.output() or "another rank is gone" in job.output()
-    assert "Traceback" not in job.output()
+    assert good(tmp_path / "log")

@@ -1,18 +1,22 @@
 """Each recipe, started by each command in its docstring, runs to the end and says what it ought to, once."""
 
+import contextlib
 import gzip
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import signal
+import sys
 import time
+from unittest import mock
 
 import pytest
 import torch.distributed.run
 from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, small, strategies
-
-from common import processes
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
@@ -24,10 +28,6 @@ def jobs():
         together = [line for line in lines if "-nr " in line]
         for group in [[line] for line in lines if line not in together] + ([together] if together else []):
             yield pytest.param(recipe, group, id=group[-1].replace(" ", "_").replace("/", "."))
-
-
-def small_model(recipe):
-    return f"--model convnet --lr 0.02 {small(recipe.parent.name)}" if recipe.parent.name != "mnist" else ""
 
 
 def apex_there():
@@ -45,28 +45,29 @@ def test_every_recipe_names_a_command():
 def test_docstring_command(recipe, group, tmp_path):
     if "hvd.py" in recipe.name:
         need_horovod(*group)
-    started, port = [], str(processes.free_port())
+    started, port = [], str(get_free_port())
     for line in group:
         line = line.replace("29500", port)  # several tests at a time
         line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
-        command = f"{line} {SMALL} {small_model(recipe)} --log-dir {tmp_path}/log"
+        # a rate for small batches of generated images
+        command = f"{line} {SMALL} {small(recipe.parent.name)} --model convnet --lr 0.005 --log-dir {tmp_path}/log"
         started.append(Job(command, cwd=ROOT))
     status = [job.finish() for job in started]
     output = "".join(job.output() for job in started)
     if recipe.name == "apex_amp.py" and not apex_there():
         assert status == [1], output  # torchrun's own status for a worker that failed
-        complaint = r"^apex_amp.py: .*(25\.05.*pip install|needs a GPU).*ddp_amp\.py"
-        assert len(re.findall(complaint, output, re.MULTILINE)) == 1, output
+        assert "from apex import amp" in output or "Apex needs a GPU" in output
         return
     assert status == [0] * len(group), output
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
-    names = {"--gloo": "horovodrun --gloo", "horovodrun": "(MPI|horovodrun --gloo)",  # it takes MPI if there is one
-             "mpirun": "MPI", "spawn.py": r"mp\.spawn", "torchrun": "torchrun",
-             "torch.distributed.launch": r"torch\.distributed\.launch", "python": "python"}
-    launcher = next(names[part] for part in names if part in group[0])
+    names = {"--gloo": "Horovod, Gloo", "horovodrun": "Horovod, (MPI|Gloo)",  # it takes MPI if there is one
+             "mpirun": "Horovod, MPI", "spawn.py": r"DDP, mp\.spawn", "ddp_amp.py": r"DDP \+ torch\.amp, torchrun",
+             "apex_amp.py": "Apex O., torchrun", "torch": "DDP, torchrun", "dp.py": "DataParallel, [0-9]+ GPUs",
+             "single.py": "one device"}
+    strategy = next(names[part] for part in names if part in group[0])
     world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
-    assert re.search(rf"\| launcher {launcher} \|", first), first
-    for part in (f"world size {world_size}", "device ", "batch 32 per process",
+    assert re.match(f"{recipe.parent.name}: {strategy} \\| world size {world_size} \\|", first), first
+    for part in ("device ", "batch 32 per process",
                  f"{32 * world_size} global", "learning rate 0.0"):
         assert part in first, first
     assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "not one process speaks, but several"
@@ -106,32 +107,22 @@ def test_tensorboard_has_the_scalars(tmp_path):
     results = json.loads((tmp_path / "log" / "results.json").read_text())
     logged = [event.value for event in events.Scalars("val/loss")]
     assert logged == pytest.approx([epoch["val"]["loss"] for epoch in results["epochs"]])
-    assert {"python", "torch", "torchvision"} <= results["versions"].keys()
+    assert results["torch"] == torch.__version__
     assert results["arguments"]["epochs"] == 2
-    assert results["hardware"]["cores"] == os.cpu_count()
-    began, *seconds = results["start_up"].values()  # and how long after that it came to its first step
-    assert time.time() - 100 < began < time.time()
-    assert 0 < seconds[0] < seconds[-1] < 100
-    assert sorted(seconds) == seconds
+    assert str(os.cpu_count()) in results["device"]
 
 
 @pytest.mark.parametrize(("images", "steps"), [(960, 9), (2560, 10)])  # an epoch of 15 steps, and one of 40
 def test_profile(images, steps, tmp_path):
-    """The trace has the steps from the seventh on, up to ten of one epoch, with DDP's all-reduces."""
+    """The trace has the steps from the seventh on, up to ten of the first epoch, with DDP's all-reduces."""
     command = strategies(2, ROOT / "mnist")["ddp_launch"]
-    shown = run(f"{command} --synthetic {images} -b 32 --epochs 1 --profile --log-dir log", cwd=tmp_path)
-    trace = next((tmp_path / "log").glob("trace-*.json.gz"))
-    assert f"profile of {steps} steps in log/{trace.name}:" in shown
-    assert shown.count("\n") == 4, "nothing but our own lines"
+    shown = run(f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path)
+    trace, = (tmp_path / "log").glob("trace-*.json.gz")
+    assert trace.name == "trace-epoch-0001.json.gz"
+    assert shown.count("\n") == 5, "nothing but our own lines"
     names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
-    assert sum(name.startswith("ProfilerStep#") for name in names) == steps
     assert names.count("Optimizer.step#SGD.step") == steps
     assert names.count("gloo:all_reduce") >= steps
-
-
-def test_no_profile_of_a_short_run(tmp_path):
-    shown = run(f"python {ROOT}/mnist/single.py --synthetic 384 --epochs 1 --profile", cwd=tmp_path)
-    assert "no profile: it begins after 6 steps, and the run had 6" in shown
 
 
 def test_nothing_is_imported_before_it_is_needed(tmp_path):
@@ -164,28 +155,27 @@ def start_long_run(launcher, cwd):
     """A run of many epochs that is in its second one."""
     if launcher.startswith("hvd"):
         need_horovod(launcher)
-    name, _, flag = launcher.partition(" ")
-    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[name]
-    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log {flag}", cwd=cwd)
+    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
+    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log", cwd=cwd)
     job.wait_for("epoch 1/")
     time.sleep(0.2)
     return job
 
 
-@pytest.mark.parametrize("launcher", ["single", "single -j 2", *strategies(2, ""), "ddp_launch -j 2"])
+@pytest.mark.parametrize("launcher", ["single", *strategies(2, "")])
 def test_ctrl_c(launcher, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
     assert job.finish(timeout=30) != 0
     assert not re.findall(r'File "[^"]*/(?:mnist|common)/', job.output()), "no rank prints a traceback"
     tracebacks_of_its_own = {"ddp_launch": 1, "hvd_gloo": 1}  # torchrun and horovodrun end with one
-    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher.split()[0], 0), job.output()
+    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
     assert "leaked" not in job.output()
 
 
 def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512", cwd=tmp_path,
-              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(processes.free_port()))
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
     time.sleep(8)
     job.signal(signal.SIGINT)
     assert job.finish(timeout=10) == 130
@@ -222,8 +212,11 @@ def test_ten_clean_ends_in_a_row(launcher, tmp_path):
 
 def flags_of(recipe):
     """The flags of a recipe, with - and with _ between the words, as --help lists them."""
-    shown = run(f"python {recipe} --help", cwd=ROOT)
-    listed = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", shown, re.MULTILINE))
+    shown = io.StringIO()
+    with (mock.patch.object(sys, "argv", [str(recipe), "--help"]), contextlib.redirect_stdout(shown),
+          mock.patch.object(sys, "path", [str(recipe.parent), *sys.path]), pytest.raises(SystemExit)):
+        runpy.run_path(str(recipe), run_name="recipe")["parse_args"]()
+    listed = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", shown.getvalue(), re.MULTILINE))
     return sorted(listed | {f"--{flag[2:].replace('-', '_')}" for flag in listed if flag.startswith("--")})
 
 

@@ -14,22 +14,6 @@ batches = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 seeds = st.integers(0, 2**32 - 1)
 
 
-class Ranks:
-    """Stands for all ranks in one process: its `all_reduce` gives each of their tensors the sum of all."""
-
-    def __init__(self):
-        self.tensors = []
-
-    def metrics(self):
-        return Metrics("cpu", self.tensors.append)
-
-    def average(self, metrics):
-        total = sum(one.sums for one in metrics)
-        for one in metrics:
-            one.all_reduce = lambda sums: sums.copy_(total)
-        return [one.average() for one in metrics]
-
-
 def update(metrics, sizes, seed):
     """Random batches of these sizes; returns each image's loss and whether it is right."""
     generator = torch.Generator().manual_seed(seed)
@@ -44,64 +28,86 @@ def update(metrics, sizes, seed):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(batches, seeds), min_size=1, max_size=5))
-def test_metrics_are_those_of_all_images(ranks):
-    """However the images fall into ranks and batches: the mean over the images, the same on each rank."""
-    world = Ranks()
-    metrics = [world.metrics() for _ in ranks]
-    seen = [update(one, *rank) for one, rank in zip(metrics, ranks, strict=True)]
+@given(st.lists(st.tuples(batches, seeds), min_size=1, max_size=5), st.lists(st.tuples(batches, seeds), max_size=5))
+def test_metrics_are_those_of_all_images(ranks, before):
+    """However the images fall into ranks and batches, and into what went before a resume: the mean over the images."""
+    earlier, later = [Metrics("cpu") for _ in before], None
+    seen = [update(one, *rank) for one, rank in zip(earlier, before, strict=True)]
+    sums = sum(one.sums for one in earlier).tolist() if earlier else None
+    later = [Metrics("cpu", before=sums) for _ in ranks]
+    seen += [update(one, *rank) for one, rank in zip(later, ranks, strict=True)]
+    total = sum(one.sums for one in later)
     losses, right = ([value for rank in seen for value in rank[k]] for k in (0, 1))
-    for result in world.average(metrics):
+    for one in later:
+        one.sums = total  # as an all-reduce leaves them
+        result = one.average(waited=0)
         assert result["images"] == len(losses)
         assert result["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-12)
         assert result["accuracy"] == sum(right) / len(right)
 
 
-@settings(deadline=None)
-@given(batches, batches, seeds)
-def test_metrics_go_on(before, after, seed):
-    """A state that is loaded elsewhere and goes on gives the very sums of one that was never interrupted."""
-    world = Ranks()
-    whole, first, second = (world.metrics() for _ in range(3))
-    update(whole, before, seed)
-    update(whole, after, seed + 1)
-    update(first, before, seed)
-    first.waited = 1.5
-    second.load_state(first.state())
-    update(second, after, seed + 1)
-    assert torch.equal(whole.sums, second.sums)
-    assert second.waited == 1.5
-    assert second.start <= first.start + 10
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_loss_that_is_not_finite(bad):
-    metrics = Ranks().metrics()
-    logits, labels = torch.zeros(2, 10), torch.zeros(2, dtype=torch.int64)
-    metrics.update(torch.tensor(1.0), logits, labels)
-    assert metrics.finite()
-    metrics.update(torch.tensor(bad), logits, labels)
-    metrics.update(torch.tensor(1.0), logits, labels)
-    assert not metrics.finite()
+    """The sum over the ranks shows it, whichever had it and when."""
+    ranks, labels = [Metrics("cpu") for _ in range(3)], torch.zeros(2, dtype=torch.int64)
+    for loss in (1.0, bad, 1.0):
+        ranks[1].update(torch.tensor(loss), torch.zeros(2, 10), labels)
+    ranks[0].update(torch.tensor(1.0), torch.zeros(2, 10), labels)
+    assert not math.isfinite(sum(one.sums for one in ranks)[0])
+
+
+def samplers(length, batch, seed, world_size, epoch, start=0):
+    """Those of all ranks."""
+    made = [EpochSampler(length, batch, seed, rank, world_size) for rank in range(world_size)]
+    for sampler in made:
+        sampler.set_epoch(epoch, start)
+    return made
+
+
+def steps(ranks, batch):
+    """The global batches that the samplers of all ranks give, each with the samples in the order of one process."""
+    split = [rank.indices().split(batch) if len(rank) else () for rank in ranks]
+    return [torch.stack(parts, dim=1).flatten().tolist() for parts in zip(*split, strict=True)]
+
+
+shapes = {"batch": st.integers(1, 40), "world_size": st.integers(1, 8), "extra": st.integers(0, 300)}
 
 
 @settings(deadline=None)
-@given(length=st.integers(1, 300), world_size=st.integers(1, 8), batch=st.integers(1, 40), epoch=st.integers(0, 5),
-       seed=seeds, data=st.data())
-def test_sampler_position(length, world_size, batch, epoch, seed, data):
-    """An epoch from step k on is what is left of the whole one; the next epoch is whole again; ranks do not overlap."""
-    if length < world_size:
-        length = world_size
-    samplers = [EpochSampler(range(length), world_size, rank, seed=seed, drop_last=True) for rank in range(world_size)]
-    for sampler in samplers:
-        sampler.set_epoch(epoch)
-    whole = [list(sampler) for sampler in samplers]
-    steps = len(whole[0]) // batch
-    step = data.draw(st.integers(0, steps))
-    for sampler, indices in zip(samplers, whole, strict=True):
-        sampler.start = step * batch
-        assert list(sampler) == indices[step * batch:]
-        assert list(sampler) == indices
-        assert len(sampler) == len(indices)
-    seen = [index for indices in whole for index in indices]
-    assert len(seen) == len(set(seen)) == length - length % world_size
+@given(**shapes, epoch=st.integers(0, 5), seed=seeds, data=st.data())
+def test_sampler_position(batch, world_size, extra, epoch, seed, data):
+    """N processes see, step by step, what one process with N times the batch sees; after a resume the rest of it."""
+    length = batch * world_size + extra
+    one = steps(samplers(length, batch * world_size, seed, 1, epoch), batch * world_size)
+    assert steps(samplers(length, batch, seed, world_size, epoch), batch) == one
+    used = sorted(index for step in one for index in step)
+    assert len(one) == length // (batch * world_size)
+    assert len(set(used)) == len(used)
+    assert set(used) <= set(range(length))
+    done = data.draw(st.integers(0, len(one)))
+    resumed = samplers(length, batch, seed, world_size, epoch, done * batch * world_size)
+    assert steps(resumed, batch) == one[done:]
+    assert {len(sampler) for sampler in resumed} == {(len(one) - done) * batch}
+
+
+@settings(deadline=None)
+@given(length=st.integers(100, 1000), epoch=st.integers(0, 5), seed=seeds,
+       pieces=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8), st.floats(0, 1)), min_size=1, max_size=5))
+def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, pieces):
+    """An epoch that is cut in pieces, each on another number of processes with another batch, uses no sample twice.
+
+    Only what does not fill a global batch of the last piece is left out.
+    """
+    used = []
+    for number, (batch, world_size, share) in enumerate(pieces, 1):
+        whole = steps(samplers(length, batch, seed, world_size, epoch, len(used)), batch)
+        done = len(whole) if number == len(pieces) else int(share * len(whole))
+        used += [index for step in whole[:done] for index in step]
+    assert len(set(used)) == len(used)
+    assert length - len(used) < batch * world_size
+    assert used == samplers(length, 1, seed, 1, epoch)[0].indices().tolist()[:len(used)]
+
+
+def test_epochs_and_seeds_differ():
+    orders = {tuple(samplers(50, 1, seed, 1, epoch)[0].indices().tolist()) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100

@@ -3,118 +3,48 @@
 import json
 import random
 import re
+import shutil
 import signal
 import time
 
 import pytest
 import torch
-from launch import ROOT, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, small, strategies
-from safetensors.torch import load_file
+from launch import ROOT, STEP, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, small, strategies
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
 
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
-EPOCHS, STEPS = 6, 32  # of 4096 images in global batches of 128
-SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
+IMAGES, EPOCHS, STEPS = 4096, 6, 32  # global batches of 128
 
 
-def position(folder):
-    """How many steps the newest checkpoint in a folder has behind it."""
-    newest = checkpoints.committed(folder)
-    if not newest:
-        return 0
-    _, epoch, _, step, _ = newest[0].name.split("-")
-    return int(epoch) * STEPS + int(step)
-
-
-@pytest.mark.parametrize("strategy", RUNS)
-def test_ten_kills(strategy, tmp_path):
-    """SIGKILL at ten random steps of one run, which --resume auto takes up again each time."""
+def start(strategy, folder):
+    """What starts the recipe of `folder` for a strategy, on two processes where it takes several."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    recipes = ROOT / RUNS[strategy]
-    command = {"single": f"python {recipes}/single.py -b 128 --lr 0.04", **strategies(2, recipes)}[strategy]
-    command += f" --synthetic 4096 --epochs {EPOCHS} --model convnet --wd 5e-4 --device cpu --checkpoint-every 3"
-    command += f" {FLAGS[RUNS[strategy]]}"
-    command += " --resume auto"
-    assert "starting from the beginning" in run(f"{command} --log-dir whole", cwd=tmp_path)
-    for target in sorted(random.sample(range(1, EPOCHS // 2 * STEPS), k=10)):  # far enough from the end to be in time
-        killed = Job(f"{command} --log-dir part", cwd=tmp_path)
-        end = time.monotonic() + 90
-        while position(tmp_path / "part") < target:
-            assert time.monotonic() < end and killed.process.poll() is None, killed.output()
-            time.sleep(0.002)
-        killed.signal(signal.SIGKILL)  # at once what started the ranks, which end with it ...
-        killed.signal(signal.SIGKILL, everyone=True)  # ... and whoever is in a group of its own
-        assert killed.finish() != 0
-    output = run(f"{command} --log-dir part", cwd=tmp_path)
-    assert "resumed from part/epoch-000" in output
-    assert "skipped" not in output
-    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
-    assert whole["epoch"] == resumed["epoch"] == EPOCHS
-    assert checkpoints.digest(weights(whole)) == checkpoints.digest(weights(resumed))
-    for part in ("random_states", "optimizer", "scheduler"):
-        assert_same(whole[part], resumed[part])
-    for pass_ in ("train", "val"):  # the figures of an epoch that was interrupted are those of the whole epoch
-        for figure in ("loss", "accuracy", "images"):
-            assert [epoch[pass_][figure] for epoch in whole["epochs"]] == \
-                   [epoch[pass_][figure] for epoch in resumed["epochs"]]
-    assert json.loads((tmp_path / "part" / "results.json").read_text())["epochs"] == resumed["epochs"]
+    return {"single": f"python {folder}/single.py", **strategies(2, folder)}[strategy]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch --workers 1", "hvd_gloo", "hvd_mpi"])
-def test_warned_and_resumed(strategy, tmp_path):
-    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
-    strategy, _, flag = strategy.partition(" ")
-    if strategy.startswith("hvd"):
-        need_horovod(strategy)
-    recipes = ROOT / RUNS[strategy]
-    command = {"single": f"python {recipes}/single.py", **strategies(2, recipes)}[strategy]
-    command += f" --synthetic 4096 --epochs 8 --model lenet --device cpu --resume auto --timeout 60 {flag}"
-    command += f" {FLAGS[RUNS[strategy]]}"
-    run(f"{command} --log-dir whole", cwd=tmp_path)
-    job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
-    job.wait_for("epoch 2/")
-    told = job.process  # passes it on to the ranks, or is the only one
-    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not, and SLURM reaches the ranks behind them
-        told = next(process for process in job.alive()
-                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(process.cmdline()[:3]))
-                    and not process.name().startswith("sh")
-                    and process.cmdline() != process.parent().cmdline())  # which a loader worker's is
-    told.send_signal(signal.SIGUSR1)
-    assert job.finish(30) == 0, job.output()
-    assert job.output().count("stopped by SIGUSR1 after epoch") == 1
-    assert "Traceback" not in job.output()
-    stopped = (tmp_path / "part" / "last.pt").resolve().name
-    assert f"resumed from part/{stopped}" in run(f"{command} --log-dir part", cwd=tmp_path)
-    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
-    assert_same(whole["model"], resumed["model"])
-    losses, again = ([epoch["train"]["loss"] for epoch in saved["epochs"]] for saved in (whole, resumed))
-    assert losses == again
-    assert len(losses) == 8
+def newest(folder):
+    """The newest checkpoint of a folder that somebody writes to, or None."""
+    for name in ("last.pt", "previous.pt"):
+        try:
+            return checkpoints.read(folder / name)[0]
+        except FileNotFoundError:
+            pass
+    return None
 
 
-@pytest.mark.parametrize(("warned", "stops"), [(3, "after epoch 0 and 3 steps"), (4, "after epoch 0 and 4 steps"),
-                                               (8, "after epoch 1 and 4 steps")])
-def test_warned_at_the_end_of_an_epoch(warned, stops, tmp_path):
-    """It stops after that very step; after the last of the 4 steps of an epoch the evaluation is still to come."""
-    line = "        metrics.update(loss, logits, labels)\n"
-    slow = "        __import__('time').sleep(0.06)\n"
-    raised = f"        if scheduler.last_epoch == {warned}: __import__('signal').raise_signal(10)\n"
-    copy = changed_copy(tmp_path, "mnist/single.py", line, line + slow + raised)
-    flags = "--synthetic 256 --epochs 2 --model lenet --device cpu"
-    run(f"python {ROOT}/mnist/single.py {flags} --log-dir whole", cwd=tmp_path)
-    output = run(f"python {copy}/single.py {flags} --log-dir part", cwd=tmp_path)
-    assert f"stopped by SIGUSR1 {stops}:" in output
-    run(f"python {ROOT}/mnist/single.py {flags} --log-dir part --resume auto", cwd=tmp_path)
-    whole, part = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
-    assert_same(whole["model"], part["model"])
-    assert [epoch["train"]["loss"] for epoch in whole["epochs"]] == [epoch["train"]["loss"] for epoch in part["epochs"]]
-
-
-def weights(saved):
-    return b"".join(tensor.numpy().tobytes() for tensor in saved["model"].values())
+def kill(job, reached, timeout=90):
+    """SIGKILL to a job and all its processes as soon as `reached()`."""
+    end = time.monotonic() + timeout
+    while not reached():
+        assert time.monotonic() < end and job.process.poll() is None, job.output()
+        time.sleep(0.005)
+    job.signal(signal.SIGKILL)  # at once what started the ranks, which end with it ...
+    job.signal(signal.SIGKILL, everyone=True)  # ... and whoever is in a group of its own
+    assert job.finish() != 0
 
 
 def assert_same(a, b):
@@ -133,57 +63,221 @@ def assert_same(a, b):
         assert a == b
 
 
-def test_another_world_size(tmp_path):
-    """Between two epochs: 2 processes with batch 32, then 1 with 64, end where 2 processes end. Within one: refused."""
-    common = "--synthetic 640 --model lenet --scale-lr none --lr 0.04 --epochs 4 --device cpu"
-    run(f"{SPAWN} -g 2 -b 32 {common} --log-dir two", cwd=tmp_path)
-    two = Job(f"{SPAWN} -g 2 -b 32 {common} --log-dir part --keep 100 --checkpoint-every 4", cwd=tmp_path)
-    assert two.finish() == 0
-    boundary, within = (next((tmp_path / "part").glob(f"epoch-0002-step-{step}-*")) for step in ("000000", "000004"))
-    one = f"python {ROOT}/mnist/single.py -b 64 {common} --log-dir one"
-    assert "resume it on 2" in run(f"{one} --resume {within}", cwd=tmp_path, status=2)
-    output = run(f"{one} --resume {boundary}", cwd=tmp_path)
-    assert "world size 1" in output
-    assert "epoch 3/4" in output
-    saved = checkpoint(tmp_path / "one")
-    assert largest_difference(saved["model"], checkpoint(tmp_path / "two")["model"]) < 1e-5
-    assert saved["scheduler"]["last_epoch"] == 4 * 10
-    # and with the usual scaling on more ranks: the rate is that of the new run at the same epoch
-    linear = common.replace("none", "linear")
-    run(f"{SPAWN} -g 3 -b 32 {linear} --log-dir three", cwd=tmp_path)
-    third = next((tmp_path / "three").glob("epoch-0003-*"))
-    run(f"{SPAWN} -g 1 -b 32 {linear} --resume {third} --log-dir back", cwd=tmp_path)
-    run(f"python {ROOT}/mnist/single.py -b 32 {linear} --log-dir whole", cwd=tmp_path)
-    assert [epoch["lr"] for epoch in checkpoint(tmp_path / "back")["epochs"]][3:] == \
-           [epoch["lr"] for epoch in checkpoint(tmp_path / "whole")["epochs"]][3:]
+def assert_same_run(a, b):
+    """The same bits, and the same figures: an epoch that was interrupted has those of the whole epoch.
+
+    The sum of the losses is added in parts, and so may differ in its last bits.
+    """
+    for part in ("epoch", "samples", "model", "optimizer"):
+        assert_same(a[part], b[part])
+    assert len(a["history"]) == len(b["history"])
+    for one, other in zip(a["history"], b["history"], strict=True):
+        for split in ("train", "val"):
+            assert one[split]["loss"] == pytest.approx(other[split]["loss"], rel=1e-12, abs=0)
+            assert [one[split][name] for name in ("accuracy", "images")] == \
+                   [other[split][name] for name in ("accuracy", "images")]
 
 
-def test_other_ranks_need_not_see_the_file(tmp_path):
-    """Rank 0 reads it for all: the second machine has other folders."""
+@pytest.mark.timeout(1200)  # it starts twelve times
+@pytest.mark.parametrize("strategy", RUNS)
+def test_ten_kills(strategy, tmp_path):
+    """SIGKILL at ten random steps of one run, which --resume auto takes up again each time."""
+    batch = "-b 128 --lr 0.04" if strategy == "single" else ""
+    command = f"{start(strategy, ROOT / RUNS[strategy])} {batch} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 " \
+              f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
+    assert "starting from the beginning" in run(f"{command} --log-dir whole", cwd=tmp_path)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    folder = tmp_path / "part"
+    # Far enough from the end to be in time
+    for target in sorted(random.Random(seed).sample(range(1, EPOCHS // 2 * STEPS), k=10)):
+
+        def reached(steps=target):
+            saved = newest(folder)
+            return saved and (saved["epoch"] * IMAGES + saved["samples"]) // 128 >= steps
+
+        kill(Job(f"{command} --log-dir part", cwd=tmp_path), reached)
+    output = run(f"{command} --log-dir part", cwd=tmp_path)
+    assert "resumed from part/" in output
+    assert "skipped" not in output
+    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(folder)
+    assert whole["epoch"] == EPOCHS
+    assert_same_run(whole, resumed)
+    assert json.loads((folder / "results.json").read_text())["epochs"] == resumed["history"]
+
+
+DEFAULTS = {  # the recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB
+    "cifar10/single.py": "python {}/cifar10/single.py --synthetic 640 -b 64 --checkpoint-every 4",
+    "torchrun": "torchrun --nproc-per-node=2 --standalone {}/cifar10/ddp_launch.py --synthetic 640 -b 64 "
+                "--checkpoint-every 4",
+    "horovodrun": "horovodrun -np 2 python {}/cifar10/hvd.py --synthetic 640 -b 64 --checkpoint-every 4",
+    "imagenet/single.py": "python {}/imagenet/single.py --arch resnet50 --image-size 64 --synthetic 64 -b 16 "
+                          "--checkpoint-every 2",
+}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_killed_with_the_default_model(name, tmp_path):
+    """SIGKILL within the first epoch of two, and --resume auto."""
+    if name == "horovodrun":
+        need_horovod()
+    command = f"{DEFAULTS[name].format(ROOT)} --epochs 2 --device cpu"
+    kill(Job(f"{command} --log-dir part", cwd=tmp_path), lambda: (tmp_path / "part" / "last.pt").exists(), timeout=300)
+    stopped = checkpoint(tmp_path / "part")
+    assert stopped["epoch"] == 0
+    assert stopped["samples"] > 0
+    for flags in ("--log-dir part --resume auto", "--log-dir whole"):
+        job = Job(f"{command} {flags}", cwd=tmp_path)
+        assert job.finish(timeout=500) == 0, job.output()
+        assert job.output().count("resumed from") == ("auto" in flags)
+    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
+    if "single" in name:
+        assert_same_run(whole, resumed)
+    assert largest_difference(resumed["model"], whole["model"]) < 1e-6
+    assert [epoch["train"]["images"] for epoch in resumed["history"]] == \
+           [epoch["train"]["images"] for epoch in whole["history"]]
+
+
+def test_killed_before_the_first_checkpoint(tmp_path):
+    """It begins again: a job that a scheduler starts anew cannot choose another folder."""
+    command = f"python {ROOT}/mnist/single.py --model lenet --device cpu --log-dir log --resume auto"
+    kill(Job(f"{command} --synthetic 64000", cwd=tmp_path), (tmp_path / "log" / "results.json").exists)
+    assert not list((tmp_path / "log").glob("*.pt"))
+    run(f"{command} --synthetic 640 --epochs 1", cwd=tmp_path)
+    assert checkpoint(tmp_path / "log")["epoch"] == 1
+
+
+def test_last_checkpoint_damaged(tmp_path):
+    """The one before it is taken, and is still there when the next one is saved."""
+    command = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 3 --log-dir log"
+    run(command, cwd=tmp_path)
+    last, whole = tmp_path / "log" / "last.pt", checkpoint(tmp_path / "log")
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    output = run(f"{command} --resume auto", cwd=tmp_path)
+    assert output.count("skipped log/last.pt") == 1
+    assert "resumed from log/previous.pt at epoch 3" in output
+    assert_same_run(checkpoint(tmp_path / "log"), whole)
+    assert checkpoints.read(last.with_name("previous.pt"))[0]["epoch"] == 2
+    assert last.with_name("last.pt.damaged").read_bytes() == content
+
+
+@pytest.mark.parametrize("strategy", RUNS)
+def test_warned_and_resumed(strategy, tmp_path):
+    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
+    command = f"{start(strategy, ROOT / RUNS[strategy])} --synthetic {IMAGES} --epochs 8 --model lenet --device cpu " \
+              f"--timeout 60 {FLAGS[RUNS[strategy]]} --resume auto"
+    run(f"{command} --log-dir whole", cwd=tmp_path)
+    job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
+    job.wait_for("epoch 2/")
+    told = job.process  # passes it on to the ranks, or is the only one
+    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not, and SLURM reaches the ranks behind them
+        told = next(process for process in job.alive()
+                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(process.cmdline()[:3]))
+                    and not process.name().startswith("sh"))
+    told.send_signal(signal.SIGUSR1)
+    assert job.finish(30) == 0, job.output()
+    assert job.output().count("stopped by SIGUSR1") == 1
+    assert "Traceback" not in job.output()
+    assert checkpoint(tmp_path / "part")["epoch"] < 8
+    assert run(f"{command} --log-dir part", cwd=tmp_path).count("resumed from part/last.pt") == 1
+    assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part"))
+
+
+TWO_EPOCHS = "--synthetic 256 --epochs 2 --model lenet --device cpu"  # 4 steps in each
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_epochs")
+    run(f"python {ROOT}/mnist/single.py {TWO_EPOCHS} --log-dir {folder}", cwd=folder)
+    return checkpoint(folder)
+
+
+@pytest.mark.parametrize(("epoch", "sample", "interval"), [(0, 192, 1), (1, 192, 1), (0, 192, 3)])
+def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_path):
+    """In the step that begins at `sample` of `epoch`: it stops within --log-interval steps.
+
+    Where that is after the last step of an epoch, the evaluation is still to come.
+    """
+    raised = f"        if (run.epoch, run.samples) == ({epoch}, {sample}): __import__('signal').raise_signal(10)\n"
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
+    flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
+    assert run(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped by SIGUSR1") == 1
+    saved = checkpoint(tmp_path / "part")
+    steps = (saved["epoch"] - epoch) * 4 + (saved["samples"] - sample) // 64
+    assert 1 <= steps <= interval
+    run(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
+    assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
+
+
+def test_from_launcher_to_launcher(tmp_path):
+    """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun again.
+
+    Each stops within an epoch; the four of them train as one does that nothing happens to.
+    """
+    need_horovod()
+    stops = ("        import os, signal\n"
+             "        if run.samples == int(os.environ['STOP_AT']): signal.raise_signal(signal.SIGUSR1)\n")
+    changed_copy(tmp_path, "mnist/single.py", STEP, STEP + stops)
+    for name in ("ddp_launch.py", "hvd.py"):
+        path = tmp_path / "mnist" / name
+        path.write_text(path.read_text().replace(STEP, STEP + stops))
+    flags = "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu --log-interval 1"
+    torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/ddp_launch.py -b 32 {flags}"
+    run(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
+    # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
+    chain = [(torchrun, 0, (0, 64)), (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 128, (0, 192)),
+             (f"python mnist/single.py -b 64 {flags}", 64, (1, 128)), (torchrun, -1, (2, 0))]
+    for number, (command, stop_at, ends) in enumerate(chain):
+        before = checkpoint(tmp_path / "part") if number else None
+        output = run(f"{command} --log-dir part --resume auto", cwd=tmp_path, STOP_AT=str(stop_at))
+        saved = checkpoint(tmp_path / "part")
+        assert (saved["epoch"], saved["samples"]) == ends
+        lines = [line for line in output.splitlines() if line.startswith("resumed from part/last.pt")]
+        assert len(lines) == (number > 0)
+        assert number == 0 or f"(saved by {before['saved_by']})" in lines[0]
+    whole = checkpoint(tmp_path / "whole")
+    assert largest_difference(saved["model"], whole["model"]) < 1e-5
+    assert [epoch["train"]["images"] for epoch in saved["history"]] == [320, 320]
+    for one, other in zip(saved["history"], whole["history"], strict=True):
+        assert one["train"]["loss"] == pytest.approx(other["train"]["loss"], rel=1e-5)
+
+
+def test_rate_on_another_number_of_processes(tmp_path):
+    """--scale-lr linear: from where it goes on, the rates are those of a run that had as many processes all along."""
+    flags = "-b 32 --synthetic 192 --model lenet --device cpu"
+    run(f"{start('ddp_spawn', ROOT / 'mnist').replace('-g 2', '-g 3')} {flags} --epochs 1 --log-dir part", cwd=tmp_path)
+    for folder in ("part", "whole"):
+        run(f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto", cwd=tmp_path)
+    part, whole = ([epoch["lr"] for epoch in checkpoint(tmp_path / name)["history"]] for name in ("part", "whole"))
+    assert len(part) == 3
+    assert part[0] > whole[0]
+    assert part[1:] == whole[1:]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_each_machine_reads_the_checkpoint(copied, tmp_path):
+    """Two machines with folders of their own: with copies they go on, without they end and say why."""
     for machine in ("first", "second"):
         (tmp_path / machine).mkdir()
-    common = "--synthetic 640 --model lenet --device cpu --log-dir log"
-    run(f"{SPAWN} -g 2 {common} --epochs 1", cwd=tmp_path / "first")
-    from common.processes import free_port
-
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [Job(f"{SPAWN} -n 2 -g 1 -nr {k} {common} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
+    common = f"python {ROOT}/mnist/ddp_spawn.py --synthetic 640 --model lenet --device cpu --log-dir log"
+    run(f"{common} -g 2 --epochs 1", cwd=tmp_path / "first")
+    if copied:
+        shutil.copytree(tmp_path / "first" / "log", tmp_path / "second" / "log")
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    jobs = [Job(f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
             for k, machine in enumerate(("first", "second"))]
-    assert [job.finish() for job in jobs] == [0, 0], [job.output() for job in jobs]
-    assert "after epoch 1" in jobs[0].output()
-    assert jobs[1].output() == ""
-    assert not list((tmp_path / "second").iterdir())
-    assert checkpoint(tmp_path / "first" / "log")["epoch"] == 2
-
-
-def test_export(tmp_path):
-    """The weights of the best epoch, as safetensors; a run that has nothing left to train exports as well."""
-    single = f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 3 --log-dir log --export weights.safetensors"
-    assert "exported epoch-" in run(single, cwd=tmp_path)
-    best = torch.load(tmp_path / "log" / "best.pt", weights_only=True)
-    assert best["epoch"] == max(best["epochs"], key=lambda epoch: epoch["val"]["accuracy"])["epoch"]
-    assert_same(load_file(tmp_path / "weights.safetensors"), dict(best["model"]))
-    (tmp_path / "weights.safetensors").unlink()
-    output = run(f"{single} --resume auto", cwd=tmp_path)
-    assert "--epochs asks for no more" in output
-    assert_same(load_file(tmp_path / "weights.safetensors"), dict(best["model"]))
+    assert [job.finish() for job in jobs] == [0 if copied else 2] * 2, [job.output() for job in jobs]
+    first, second = (job.output() for job in jobs)
+    if copied:
+        assert first.count("resumed from log/last.pt at epoch 2") == 1
+        assert checkpoint(tmp_path / "first" / "log")["epoch"] == 2
+        assert second == ""
+    else:
+        assert first.count("ddp_spawn.py: --resume auto") == 1
+        assert len(first.splitlines()) == 1
+        assert "Traceback" not in second
+        assert checkpoint(tmp_path / "first" / "log")["epoch"] == 1

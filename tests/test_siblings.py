@@ -6,35 +6,37 @@ import re
 import pytest
 from launch import DATASETS, RECIPES, ROOT, name_of
 
-from docs.changes import PAIRS, changed_lines, changes
+from docs.changes import MARK, PAIRS, changed_lines, changes
 
 SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
-LINES = {"mnist": 120, "cifar10": 140, "imagenet": 180}
-LONGEST_FUNCTION = {"mnist": 30, "cifar10": 30, "imagenet": 34}  # main with --evaluate and --sync-bn, two lines each
+LINES = {"mnist": 125, "cifar10": 125, "imagenet": 140}
+LONGEST_FUNCTION = {"mnist": 42, "cifar10": 42, "imagenet": 48}  # main: it shows all that the strategy sets up
 # the changed lines that a recipe may have against the one it is read against
 BUDGETS = {"dp.py": 12, "ddp_spawn.py": 45, "ddp_launch.py": 35, "hvd.py": 40, "ddp_amp.py": 15, "apex_amp.py": 15}
 # What a data set says in its own way (as a regular expression, and what that stands for); all else is the same.
-OF_A_DATASET = {r"data\.(mnist|cifar10|imagenet)\(": "data.NAME(",
-                r"^([-+])\(loss / run\.batches_in_step\)\.": r"\1loss.",
-                r"loss / run\.batches_in_step": "loss", r", delay_unscale=not run\.ends_step": "",
-                r", label_smoothing=run\.args\.label_smoothing": ""}
-# What only imagenet has, for --sync-bn, --compile and --accumulate: lines with these words.
-ONLY = r"sync.bn|compile|Sync.?Batch.?Norm|require_backward_grad_sync|enable_allreduce|backward_passes_per_step"
+OF_A_DATASET = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), batch_size,",
+                r"^([-+])\(loss / run\.accumulate\)\.": r"\1loss.", r"loss / run\.accumulate": "loss",
+                r", delay_unscale=not ends_step": "", r", label_smoothing=run\.args\.label_smoothing": ""}
+# What only imagenet has, for --sync-bn, --evaluate, --channels-last and --accumulate: lines with these words.
+ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|enable_allreduce|"
+        "backward_passes_per_step")
 
 
 def pairs():
-    return [pytest.param(recipe, recipe.parent / PAIRS[recipe.name][0], PAIRS[recipe.name][1], id=name_of(recipe))
+    return [pytest.param(recipe, recipe.parent / PAIRS[recipe.name][0], id=name_of(recipe))
             for recipe in RECIPES if recipe.name != "single.py"]
 
 
 def statements(text):
     """(first line, last line) of what a comment can stand for.
 
-    That is a simple statement, a header with the statement after it, or a whole `with`, which indents what is in it.
+    That is a simple statement, a header with the statement after it, or a whole `with` or `if` without an `else`.
     """
     spans = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.If | ast.For | ast.Try | ast.ExceptHandler):
+        if isinstance(node, ast.If) and not node.orelse:
+            spans.append((node.lineno, node.end_lineno))
+        elif isinstance(node, ast.If | ast.For | ast.Try | ast.ExceptHandler):
             spans.append((node.lineno, node.body[0].end_lineno))
             if getattr(node, "orelse", []):
                 spans.append((node.body[-1].end_lineno + 1, node.orelse[0].end_lineno))
@@ -49,25 +51,24 @@ def test_the_pairs_are_found():
     names = {recipe.name for recipe in RECIPES}
     assert names == {*PAIRS, "single.py"}
     assert len(pairs()) == len(PAIRS) * len(DATASETS) >= 18
-    for folder in DATASETS:
-        assert {path.name for path in folder.glob("*.py")} == names
 
 
-@pytest.mark.parametrize(("recipe", "other", "mark"), pairs())
-def test_diff_budget(recipe, other, mark):
+@pytest.mark.parametrize(("recipe", "other"), pairs())
+def test_diff_budget(recipe, other):
     assert 0 < changed_lines(changes(recipe, other)) <= BUDGETS[recipe.name]
 
 
-@pytest.mark.parametrize(("recipe", "other", "mark"), pairs())
-def test_added_statements_give_their_reason(recipe, other, mark):
+@pytest.mark.parametrize(("recipe", "other"), pairs())
+def test_added_statements_give_their_reason(recipe, other):
     text = recipe.read_text()
     lines = text.splitlines()
     for _, new in changes(recipe, other):
         for number, line in new:
+            if line.lstrip().startswith("# "):
+                continue  # it is a reason, or goes on with one
             around = [span for span in statements(text) if span[0] <= number <= span[1]]
             shown = [lines[n - 1] for span in around for n in range(span[0], span[1] + 1)]
-            above = [lines[span[0] - 2] for span in around if lines[span[0] - 2].strip().startswith(mark)]
-            assert mark in line + "".join(shown + above), f"{name_of(recipe)}:{number} gives no reason"
+            assert MARK.search(line + "".join(shown)), f"{name_of(recipe)}:{number} gives no reason"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
@@ -99,17 +100,45 @@ def test_the_diff_is_the_same_for_all_datasets(name):
         assert first == other
 
 
+def imports(path, walk=ast.walk):
+    """The dotted names that a file imports, also within its functions."""
+    nodes = list(walk(ast.parse(path.read_text())))
+    return ({alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            | {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+               for alias in node.names})
+
+
+def beside(recipe):
+    """The modules of a recipe's folder that its recipes import."""
+    return [path for path in recipe.parent.glob("*.py") if path not in RECIPES]
+
+
+def carried(recipe):
+    """The files of this repository that a copied recipe needs: what it imports at the start, directly or not.
+
+    test_copy_out.py runs recipes with these and no others.
+    """
+    there = {path.stem: path for path in [*(ROOT / "common").glob("*.py"), *beside(recipe)]}
+    found, new = set(), {recipe, ROOT / "common" / "__init__.py"}
+    while new:
+        found |= new
+        parts = {part for path in new for name in imports(path, ast.iter_child_nodes)
+                 for part in name.split(".")[:2]}
+        new = {path for name, path in there.items() if name in parts} - found
+    return found
+
+
 def test_dependencies_point_one_way():
-    recipes = {path.stem for path in RECIPES}
-    for path in [*RECIPES, *(ROOT / "common").glob("*.py")]:
-        names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)
-                 for alias in node.names}
-        names |= {f"{node.module}.{alias.name}" for node in ast.walk(ast.parse(path.read_text()))
-                  if isinstance(node, ast.ImportFrom) for alias in node.names}
-        parts = {part for name in names for part in name.split(".")}
+    recipes, modules = {path.stem for path in RECIPES}, {path.stem for recipe in RECIPES for path in beside(recipe)}
+    for path in {*RECIPES, *(ROOT / "common").glob("*.py"), *(path for recipe in RECIPES for path in beside(recipe))}:
+        parts = {part for name in imports(path) for part in name.split(".")}
         assert not parts & recipes, f"{path} imports a recipe"
         if path.parent.name == "common":
+            assert not parts & modules, f"{path} imports what only one data set has"
             assert not parts & {"distributed", "horovod", "apex"}, f"{path} imports what only a recipe may"
+    for folder in DATASETS:
+        extra = {path.stem for path in folder.glob("*.py")} - recipes
+        assert extra == ({"jpegs", "networks"} if folder.name == "imagenet" else set())
 
 
 def test_no_file_shadows_a_package():
@@ -117,11 +146,20 @@ def test_no_file_shadows_a_package():
         assert path.stem not in {"torch", "torchvision", "horovod", "apex", "tensorboard", "common"}
 
 
+def length(paths):
+    return {path.name: len(path.read_text().splitlines()) for path in paths}
+
+
 def test_sizes():
-    """A copied recipe takes all of common/ along: a person reads it in an hour, and each file in one go."""
-    lines = {path: len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")}
-    assert sum(lines.values()) < 1970
-    assert max(lines.values()) <= 350
+    """A person reads what a copied recipe takes along in an hour, and each file in one go."""
+    lines = length((ROOT / "common").glob("*.py"))
+    assert sum(lines.values()) <= 1000
+    assert max(lines.values()) <= 200
+    for recipe in RECIPES:
+        taken = length(path for path in carried(recipe) if path.parent.name == "common")
+        assert {"run.py", "data.py", "checkpoint.py"} < taken.keys()
+        if recipe.parent.name == "mnist":
+            assert sum(taken.values()) <= 800, taken
 
 
 def test_no_word_of_another_dataset():

@@ -8,18 +8,19 @@ import psutil
 import pytest
 from cluster import Cluster, SlurmJob, link_repository, need_cluster
 from launch import ROOT, checkpoint, largest_difference, need_horovod, run
-from test_parity import LR, TOLERANCE, TRAINING
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
 JOBS = [file for file in FILES if "#SBATCH --nodes" in file.read_text()]
-SIZE = f"{TRAINING} --batch-size 8 --lr {LR / 4}"  # on four processes, what test_parity trains
+# Two epochs of two steps of 32 images: rounding grows from step to step, and after few steps the bound can be tight
+TRAINING = "--synthetic 64 --epochs 2 --model lenet --wd 5e-4 --warmup-epochs 0 --device cpu"
+SIZE = f"{TRAINING} --batch-size 8 --lr 0.01"  # on four processes
 TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
 LAUNCHES = {
     "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
     "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
     "hvd srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
-    "single": f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr {LR}",
+    "single": f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr 0.04",
 }
 
 
@@ -27,7 +28,7 @@ LAUNCHES = {
 def one_process(tmp_path_factory):
     """The weights of mnist/single.py with the global batch of LAUNCHES."""
     folder = tmp_path_factory.mktemp("one")
-    run(f"python {ROOT}/mnist/single.py {TRAINING} --batch-size 32 --lr {LR} --log-dir log", cwd=folder)
+    run(f"python {ROOT}/mnist/single.py {TRAINING} --batch-size 32 --lr 0.04 --log-dir log", cwd=folder)
     return checkpoint(folder / "log")["model"]
 
 
@@ -37,14 +38,12 @@ def test_launch(name, cluster, one_process, tmp_path):
         need_horovod("mpi")
     job = SlurmJob(cluster, tmp_path, LAUNCHES[name], LAUNCHER=name.split()[-1])
     log = job.finish()
-    world_size, hosts, shown = (1, 1, "1") if name == "single" else (4, 2, "4 on 2 hosts")
-    assert len(re.findall(rf"^mnist: .* world size {shown} \|", log, re.MULTILINE)) == 1
+    world_size = 1 if name == "single" else 4
+    assert len(re.findall(rf"^mnist: .* world size {world_size} \|", log, re.MULTILINE)) == 1
     assert log.count("epoch 2/2: ") == 1
-    results = json.loads((job.runs() / "results.json").read_text())
-    assert results["world_size"] == world_size
-    assert results["hardware"]["hosts"] == ["node1", "node2"][:hosts]
-    assert len(list(job.runs().glob("epoch-0002-*.pt"))) == 1
-    assert largest_difference(checkpoint(job.runs())["model"], one_process) < TOLERANCE
+    assert json.loads((job.runs() / "results.json").read_text())["world_size"] == world_size
+    assert checkpoint(job.runs())["epoch"] == 2
+    assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
 
 
 def test_the_same_losses_on_one_node_and_on_two(cluster, tmp_path):
@@ -65,11 +64,11 @@ def test_array_and_its_table(cluster, tmp_path):
     for environment, name, values in (({}, "seed", "01"), ({"RATES": "0.01 0.03"}, "lr", ("0.01", "0.03"))):
         job = SlurmJob(cluster, tmp_path, flags, **environment)
         job.finish()
-        table = run(f"python scripts/gather.py runs/array-{job.id}", cwd=tmp_path).splitlines()
+        table = run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).splitlines()
         assert table[0] == f"| run | {name} | epochs | best val accuracy | last val loss |"
         assert [row.split(" | ")[:3] for row in table[2:]] == \
             [[f"| runs/array-{job.id}/{task}", value, "2/2"] for task, value in enumerate(values)]
-    assert "gather.py: no run there" in run("python scripts/gather.py runs", cwd=tmp_path, status=2)
+    assert len(run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2).splitlines()) == 1
 
 
 def test_a_cluster_without_gpus(tmp_path):
@@ -79,7 +78,7 @@ def test_a_cluster_without_gpus(tmp_path):
         cluster.run("sbatch slurm/ddp_2nodes.sh", status=1)
         job = SlurmJob(cluster, tmp_path, "--gpus-per-node=0 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
                                           f"{SIZE}")
-        assert "world size 4 on 2 hosts" in job.finish()
+        assert "world size 4 |" in job.finish()
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda file: file.name)
@@ -117,7 +116,7 @@ def test_hosts_reached_by_ssh(name, cluster, tmp_path):
     link_repository(tmp_path)
     (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     output = cluster.run(f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path)
-    assert len(re.findall(r"cifar10: .* world size 4 on 2 hosts", output)) == 1
+    assert len(re.findall(r"cifar10: .* world size 4 \|", output)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
 
@@ -131,7 +130,7 @@ def test_two_machines_without_slurm(name, cluster, tmp_path):
     line = f"{lines[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log"
     here = f"cd {tmp_path}; export PATH={cluster.environment['PATH']};"
     output = cluster.run(" & ".join(f"ssh node{nr + 1} '{here} {line.format(nr)}'" for nr in (0, 1)) + " & wait")
-    assert len(re.findall(r"^cifar10: .* world size 4 on 2 hosts", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^cifar10: .* world size 4 \|", output, re.MULTILINE)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
 

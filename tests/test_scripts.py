@@ -1,0 +1,36 @@
+"""scripts/export.py."""
+
+
+import torch
+from launch import ROOT, run
+from safetensors.torch import load_file
+
+EXPORT = f"python {ROOT}/scripts/export.py"
+
+
+def refused(command, cwd, **environment):
+    """The one line with which it refuses a wrong input."""
+    output = run(command, cwd=cwd, status=2, **environment)
+    assert output.count("\n") == 1, output
+    return output
+
+
+def test_export(tmp_path):
+    run(f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --log-dir log", cwd=tmp_path)
+    assert run(f"{EXPORT} log/best.pt weights.safetensors", cwd=tmp_path) == ""
+    weights, model = load_file(tmp_path / "weights.safetensors"), torch.load(tmp_path / "log" / "best.pt")["model"]
+    assert weights.keys() == model.keys()
+    assert all(torch.equal(weights[name], model[name]) for name in model)
+    assert "is there already" in refused(f"{EXPORT} log/best.pt weights.safetensors", tmp_path)
+    assert "No such file" in refused(f"{EXPORT} log/none.pt other", tmp_path)
+    assert "No such file" in refused(f"{EXPORT} log/best.pt none/other", tmp_path)
+    damaged = bytearray((tmp_path / "log" / "best.pt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "log" / "best.pt").write_bytes(damaged)
+    assert "damaged" in refused(f"{EXPORT} log/best.pt other", tmp_path)
+    assert not (tmp_path / "other").exists()
+
+
+def test_export_without_safetensors(tmp_path):
+    (tmp_path / "safetensors.py").write_text("raise ImportError")
+    assert "pip install safetensors" in refused(f"{EXPORT} a b", tmp_path, PYTHONPATH=str(tmp_path))
