@@ -5,10 +5,12 @@
 
 import ast
 import difflib
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "changes.md"
+MARK = re.compile("# (?:dist|amp): ")  # a changed line can also keep the reason that it has in the other recipe
 # recipe: (the one it is read against, the mark of the reason behind a line that it adds)
 PAIRS = {
     "dp.py": ("single.py", "# dist: "),
@@ -49,15 +51,24 @@ def changed_lines(different):
     return sum(max(len(old), len(new)) for old, new in different)
 
 
-def statements(lines, mark):
+def split(line):
+    """(code, reason) of a line; either can be empty."""
+    code, _, reason = MARK.sub("\0", line, count=1).partition("\0")
+    return code.rstrip(), reason
+
+
+def statements(lines):
     """Group new lines [(number, line)] with their reason: a list of (number, lines of code, reasons).
 
-    A reason ends a group, but for lines that it stands for as well: those without one that are indented deeper.
+    A reason ends a group, but for lines that it stands for as well: those without one that are indented deeper. It can
+    go on in lines that are comments and nothing else.
     """
     groups = []
     for number, line in lines:
-        code, _, reason = line.partition(mark)
-        code = code.rstrip()
+        if groups and groups[-1][2] and line.lstrip().startswith("# "):
+            groups[-1][2][-1] += line.strip()[1:]
+            continue
+        code, reason = split(line)
         if groups and (not groups[-1][2] or (not reason and indent(code) > indent(groups[-1][1][0]))):
             groups[-1][1].append(code)
         else:
@@ -77,12 +88,12 @@ def likeness(old, new):
     return sum(block.size for block in blocks if block.size > 2)
 
 
-def table(path, different, mark):
+def table(path, different):
     """The rows of a Markdown table of what `changes` gives for `path`: where, the code, why."""
     rows = ["| line | code | why |", "| --- | --- | --- |"]
-    kept = {line.partition(mark)[0].strip() for _, new in different for _, line in new}  # it only moved
+    kept = {split(line)[0].strip() for _, new in different for _, line in new}  # it only moved
     for old, new in different:
-        groups = statements(new, mark)
+        groups = statements(new)
         gone = [[] for _ in groups]
         for line in [line.partition("  # ")[0].strip() for line in old]:
             if line not in kept:
@@ -100,14 +111,14 @@ def cell(text):
 
 def page():
     parts = [HEAD]
-    for name, (other, mark) in PAIRS.items():
+    for name, (other, _) in PAIRS.items():
         path = ROOT / "mnist" / name
         different = changes(path, path.parent / other)
         parts.append(f"""## From {other} to {name}
 
 [mnist/{name}](../mnist/{name}) differs from [{other}](../mnist/{other}) in {changed_lines(different)} lines.
 
-{table(path, different, mark)}
+{table(path, different)}
 """)
     return "\n".join(parts)
 
