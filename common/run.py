@@ -33,7 +33,7 @@ class Run:
         self.global_batch = args.batch_size * self.accumulate * world_size
         self.rate = {"global_batch": self.global_batch, "lr": lr, "epochs": args.epochs}
         self.epoch, self.samples, self.steps = 0, 0, 0  # the position; the steps since the start of this process
-        self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # the metrics' sums so far, ...
+        self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: of the metrics, so far
         self.output = Output(self) if rank == 0 else None
 
     def resume(self):
