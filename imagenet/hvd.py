@@ -84,7 +84,7 @@ def main():
     processes.share_cores(hvd.local_size())  # dist: or each has as many threads as there are cores
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
-    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL's Adasum means these
+    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages these first
     if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: in pairs only
         processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
     batch_size = args.batch_size * args.accumulate  # of a step
