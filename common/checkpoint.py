@@ -113,7 +113,8 @@ def refuse_unreadable(state, args):
              if not isinstance(part, torch.nn.Module | torch.optim.Optimizer)}
     try:
         torch.save({**small, "arguments": vars(args)}, buffer := io.BytesIO())
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue())):
+            raise TypeError(f"found {', '.join(unsafe)}")
     except Exception as error:  # pickle can raise anything
-        fail(f"no run could resume with this {', '.join([*small, 'or these flags'])}: their state has to be numbers, "
-             f"strings, lists and tensors ({' '.join(str(error).split())[:160]})")
+        fail(f"no run could resume with {' or '.join([*small, 'these flags'])}: their state has to be numbers, "
+             f"strings, lists and tensors ({error})")

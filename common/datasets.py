@@ -59,18 +59,17 @@ def download(folder, files, fetch):
     socket.setdefaulttimeout(30)  # seconds without a byte; without it torchvision would wait for ever
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".download.lock"):
+        with FileLock(folder / ".download.lock"), tempfile.TemporaryDirectory(dir=folder, prefix=".downloading-") as to:
             if missing():
-                with tempfile.TemporaryDirectory(dir=folder, prefix=".downloading-") as to:
-                    with contextlib.redirect_stdout(io.StringIO()):
-                        fetch(to)
-                    for name in missing():
-                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        os.replace(Path(to, name), folder / name)
+                with contextlib.redirect_stdout(io.StringIO()):
+                    fetch(to)
+            for name in missing():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(Path(to, name), folder / name)
     except (OSError, RuntimeError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
-        fail(f"{folder / missing()[0]} is not there and the download failed ({reason}): bring the files, or train on "
-             "generated images with --synthetic")
+        fail(f"{folder / (missing() or files)[0]} is not there and the download failed ({reason}): bring the "
+             "files, or train on generated images with --synthetic")
 
 
 def checked(path, shape, mean_std, read):

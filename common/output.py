@@ -26,8 +26,8 @@ class Output:
         default = f"runs/{args.dataset}-{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.log_dir = Path(args.log_dir or default)
         self.checkpoint_dir = Path(args.checkpoint_dir or self.log_dir)
-        kind = run.device.type
-        self.device = f"{kind} ({torch.cuda.get_device_name() if kind == 'cuda' else f'{os.cpu_count()} cores'})"
+        name = torch.cuda.get_device_name() if run.device.type == "cuda" else f"{os.cpu_count()} cores"
+        self.device = f"{run.device.type} ({name})"
         for path, reason in damaged:
             print(f"skipped {path}: {reason}", file=sys.stderr)
         if self.writes:
@@ -44,7 +44,7 @@ class Output:
             print(f"results.json and TensorBoard in {self.log_dir}, checkpoints in {self.checkpoint_dir}", flush=True)
         if args.profile and self.writes:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines, one an error without a GPU
-            path = str(self.log_dir / f"trace-epoch-{run.epoch + 1:04d}.json.gz")
+            self.trace = path = str(self.log_dir / f"trace-epoch-{run.epoch + 1:04d}.json.gz")
             steps = torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1)  # the first ones allocate memory
             self.profiler = torch.profiler.profile(schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path))
             self.profiler.start()
@@ -71,7 +71,8 @@ class Output:
         if self.profiler:
             self.profiler.stop()  # which writes the trace of an epoch that has fewer steps
             self.profiler = None
-            print(f"--profile: a trace of up to ten steps is in {self.log_dir}: open it in https://ui.perfetto.dev")
+            print(f"--profile: open {self.trace} in https://ui.perfetto.dev" if os.path.exists(self.trace) else
+                  "--profile: no trace, as this epoch has fewer than 7 steps")
         train, val = last["train"], last["val"]
         print(f"epoch {last['epoch']}/{self.args.epochs}: train {format_metrics(train)} | val {format_metrics(val)} | "
               f"{train['images_per_sec']:,.0f} images/s | {train['seconds'] + val['seconds']:.1f} s | "
@@ -86,7 +87,6 @@ class Output:
     def _write_scalars(self, last):
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter  # here: the first epoch need not wait for the import
-
             self.writer = SummaryWriter(self.log_dir, purge_step=last["epoch"])
         scalars = {"lr": last["lr"], "perf/images_per_sec": last["train"]["images_per_sec"]}
         scalars |= {f"{split}/{name}": last[split][name] for split in ("train", "val")
