@@ -1,4 +1,4 @@
-"""Train on CIFAR-10 with nn.DataParallel: one process splits each batch over all the GPUs that it sees.
+"""Train on CIFAR-10 with nn.DataParallel: one process splits each batch over all visible GPUs.
 
     python cifar10/dp.py
     CUDA_VISIBLE_DEVICES=0,1 python cifar10/dp.py
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import cifar10, flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
@@ -30,7 +30,7 @@ def parse_args():
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
-    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
     metrics = Metrics(run.device, before=run.sums)
     for images, labels in run.progress(train):
@@ -42,7 +42,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         loss.backward()
         optimizer.step()
         metrics.update(loss, logits, labels)
-        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # --checkpoint-every, or SIGUSR1
             run.save()
         if run.stopping:
@@ -52,7 +52,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
 
 @torch.inference_mode()
 def evaluate(model, val, run):
-    """Loss and accuracy over the whole validation set, each image once."""
+    """Return loss and accuracy over the whole validation set, each image once."""
     model.eval()
     metrics = Metrics(run.device)
     for images, labels in run.progress(val):
@@ -63,7 +63,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
     train_set, val_set = cifar10.load(args)
     device = flags.pick_device(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
@@ -76,15 +76,15 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all visible ones take part
     state = {"model": model, "optimizer": optimizer}
-    run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, and so one rank
+    run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
     run.resume()
     if gpus:
         model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
-            break  # saved; --resume goes on within this epoch
+            break  # it is saved: --resume continues within this epoch
         run.end_epoch(train_metrics, evaluate(model, val, run))
         run.log()
         run.save()

@@ -15,7 +15,7 @@ import horovod.torch as hvd  # built by scripts/install_horovod.sh
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import cifar10, flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
@@ -28,12 +28,12 @@ def parse_args():
     flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
     flags.add_sgd(parser, weight_decay=5e-4)
     parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as fp16")  # dist: half the bytes
-    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: not the average
+    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: instead of averaging
     return parser.parse_args()
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
-    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
     metrics = Metrics(run.device, before=run.sums)
     for images, labels in run.progress(train):
@@ -45,67 +45,67 @@ def train_one_epoch(model, train, optimizer, lr, run):
         loss.backward()
         optimizer.step()
         metrics.update(loss, logits, labels)
-        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
-        if run.save_due and hvd.rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
+        if run.save_due and hvd.rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
         if run.stopping:
             break
-    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: over all ranks, before the one division
+    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
 
 
 @torch.inference_mode()
 def evaluate(model, val, run):
-    """Loss and accuracy over the whole validation set, each image once."""
-    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # dist: BatchNorm's statistics differ by rank
+    """Return loss and accuracy over the whole validation set, each image once."""
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # dist: BatchNorm's statistics differ
     model.eval()
     metrics = Metrics(run.device)
     for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: each rank has evaluated a share
+    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: each rank evaluated only its share
     return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
-    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = cifar10.load(args)
     hvd.init()  # dist: joins the processes that horovodrun or mpirun started
-    rank, world_size = hvd.rank(), hvd.size()  # dist: among all processes
-    device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: a device per process
-    processes.share_cores(hvd.local_size())  # dist: or each has as many threads as there are cores
+    rank, world_size = hvd.rank(), hvd.size()  # dist: over all machines
+    device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: one device per process
+    processes.share_cores(hvd.local_size())  # dist: else each process starts a thread per core
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: or every rank computes on GPU 0
-    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages these first
+        torch.cuda.set_device(device)  # dist: else every rank computes on GPU 0
+    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: averaged by NCCL first
     if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: in pairs only
         processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
-    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: a share per rank
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
     model = cifar10.MODELS[args.model](channels=3, size=32).to(device)
-    lr = args.lr * schedule.lr_factor(args, averaged if args.use_adasum else world_size)  # dist: its batch is larger
+    lr = args.lr * schedule.lr_factor(args, averaged if args.use_adasum else world_size)  # dist: larger batch
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     optimizer = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)  # dist: averages gradients
     state = {"model": model, "optimizer": optimizer}
-    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: what carries the bytes on a CPU
+    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: what carries the data on a CPU
     run = Run(args, strategy, device, state, lr, rank, world_size,
-              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: all stop together
+              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: to stop together
     run.resume()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. broadcast_optimizer_state would
-    # take a real step on a new SGD, and weight decay then moves the weights; all ranks have loaded the same momentum
+    # take a real step with a new SGD, and weight decay would move the weights; all ranks have loaded the same momentum
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
-            break  # saved; --resume goes on within this epoch
+            break  # it is saved: --resume continues within this epoch
         run.end_epoch(train_metrics, evaluate(model, val, run))
-        if rank == 0:  # dist: one rank writes, for all
+        if rank == 0:  # dist: only rank 0 writes
             run.log()
             run.save()
 

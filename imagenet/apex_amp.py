@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
 
@@ -33,70 +33,70 @@ def parse_args():
     networks.add_flags(parser)
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
     parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1",
-                        help="O0 fp32, O1 fp16 where safe, O2 fp16 with fp32 master weights, O3 fp16")  # amp: how much
+                        help="O0 fp32, O1 mixed, O2 fp16 with fp32 master weights, O3 fp16")  # amp: how much is fp16
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
-    """One step per --accumulate batches; returns the loss and accuracy that the model had on the way."""
+    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
     model.train()
     metrics = Metrics(run.device, before=run.sums, top5=True)
     for number, (images, labels) in enumerate(run.progress(train), 1):
         ends_step = number % run.accumulate == 0
-        model.enable_allreduce() if ends_step else model.disable_allreduce()  # amp: one all-reduce in a step
+        model.enable_allreduce() if ends_step else model.disable_allreduce()  # amp: one all-reduce per step
         for group in optimizer.param_groups:
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
         with amp.scale_loss(loss / run.accumulate, optimizer, delay_unscale=not ends_step) as scaled_loss:
-            scaled_loss.backward()  # amp: small fp16 gradients would be 0 without
+            scaled_loss.backward()  # amp: else small fp16 gradients become 0
         metrics.update(loss, logits, labels)
         if not ends_step:
             continue
         optimizer.step()
         optimizer.zero_grad()
-        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
+        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
         if run.stopping:
             break
-    dist.all_reduce(metrics.sums)  # dist: over all ranks, before the one division
+    dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
 
 
 @torch.inference_mode()
 def evaluate(model, val, run):
-    """Loss and accuracy over the whole validation set, each image once."""
+    """Return loss and accuracy over the whole validation set, each image once."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ by rank; evaluate those that rank 0 saves
+        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
     model.eval()
     metrics = Metrics(run.device, top5=True)
     for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    dist.all_reduce(metrics.sums)  # dist: each rank has evaluated a share
+    dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
     return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
-    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = jpegs.imagenet(args)
-    local_rank, local_world_size = processes.torchrun_env()  # dist: to take a device of this machine
-    device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
+    local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
+    device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu":
-        processes.fail("Apex needs a GPU, and torch sees none: take ddp_amp.py")  # amp: it refuses tensors on the CPU
+        processes.fail("Apex needs a GPU, and torch sees none: take ddp_amp.py")  # amp: Apex refuses CPU tensors
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
+        torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
+        dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
     else:
-        dist.init_process_group("gloo")  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: among all processes
+        dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     batch_size = args.batch_size * args.accumulate  # of a step
-    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: a share per rank
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers, memory_format)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers, memory_format)
@@ -104,28 +104,28 @@ def main():
     model = networks.build(args, device, train_set.classes).to(memory_format=memory_format)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # dist: statistics of the global batch
-    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
+    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
-    state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: a resumed run keeps the scale
-    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level decides the arithmetic
-    run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: all stop together
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: DDP comes next
+    state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: so that a resumed run keeps the scale
+    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the arithmetic
+    run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
-    model = parallel.DistributedDataParallel(model)  # amp: the same, by Apex, for its fp16 gradients
+    model = parallel.DistributedDataParallel(model)  # amp: Apex's own DDP, which handles its fp16 gradients
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
-            break  # saved; --resume goes on within this epoch
-        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: bare, as shares may be unequal
-        if rank == 0:  # dist: one rank writes, for all
+            break  # it is saved: --resume continues within this epoch
+        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: unwrapped, as shares may differ in size
+        if rank == 0:  # dist: only rank 0 writes
             run.log()
             run.save()
 
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: the DDP wrapper, in its cycles, goes before the group, or gloo can abort the process
-    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without
+    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle); else gloo can abort in the next line
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
 
@@ -27,7 +27,7 @@ def parse_args():
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
-    """One step per --accumulate batches; returns the loss and accuracy that the model had on the way."""
+    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
     model.train()
     metrics = Metrics(run.device, before=run.sums, top5=True)
     for number, (images, labels) in enumerate(run.progress(train), 1):
@@ -42,7 +42,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
             continue
         optimizer.step()
         optimizer.zero_grad()
-        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # --checkpoint-every, or SIGUSR1
             run.save()
         if run.stopping:
@@ -52,7 +52,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
 
 @torch.inference_mode()
 def evaluate(model, val, run):
-    """Loss and accuracy over the whole validation set, each image once."""
+    """Return loss and accuracy over the whole validation set, each image once."""
     model.eval()
     metrics = Metrics(run.device, top5=True)
     for images, labels in run.progress(val):
@@ -63,7 +63,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
     batch_size = args.batch_size * args.accumulate  # of a step
@@ -82,10 +82,10 @@ def main():
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
-            break  # saved; --resume goes on within this epoch
+            break  # it is saved: --resume continues within this epoch
         run.end_epoch(train_metrics, evaluate(model, val, run))
         run.log()
         run.save()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # common/ stands beside this file's folder
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import datasets, flags, models, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
@@ -31,7 +31,7 @@ def parse_args():
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
-    """One step per batch; returns the loss and accuracy that the model had on the way."""
+    """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
     metrics = Metrics(run.device, before=run.sums)
     for images, labels in run.progress(train):
@@ -43,67 +43,67 @@ def train_one_epoch(model, train, optimizer, lr, run):
         loss.backward()
         optimizer.step()
         metrics.update(loss, logits, labels)
-        run.step(metrics)  # the position moves on: what a checkpoint has beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: one rank writes; --checkpoint-every, or SIGUSR1
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
+        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
         if run.stopping:
             break
-    dist.all_reduce(metrics.sums)  # dist: over all ranks, before the one division
+    dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
 
 
 @torch.inference_mode()
 def evaluate(model, val, run):
-    """Loss and accuracy over the whole validation set, each image once."""
+    """Return loss and accuracy over the whole validation set, each image once."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ by rank; evaluate those that rank 0 saves
+        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
     model.eval()
     metrics = Metrics(run.device)
     for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    dist.all_reduce(metrics.sums)  # dist: each rank has evaluated a share
+    dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
     return metrics.average(val.waited)
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, SIGUSR1 saves and stops it
-    processes.die_with_parent()  # dist: or a rank waits for ever for others that are gone
+    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = datasets.mnist(args)
-    local_rank, local_world_size = processes.torchrun_env()  # dist: to take a device of this machine
-    device = flags.pick_device(args, local_rank, local_world_size)  # dist: a device per process
+    local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
+    device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: before the group is made, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: or NCCL guesses its GPU
+        torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
+        dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
     else:
-        dist.init_process_group("gloo")  # dist: returns when all have come to MASTER_ADDR:MASTER_PORT
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: among all processes
-    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: a share per rank
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image on one rank; DistributedSampler repeats some
+        dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
     model = models.MODELS[args.model](channels=1, size=28).to(device)
-    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times as large
+    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     state = {"model": model, "optimizer": optimizer}
-    run = Run(args, "DDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: all stop together
+    run = Run(args, "DDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()
-    model = DistributedDataParallel(model)  # dist: starts from rank 0's weights, averages gradients in each backward
-    model.broadcast_buffers = False  # dist: evaluate broadcasts them, where it matters, and not every forward
+    model = DistributedDataParallel(model)  # dist: broadcasts rank 0's weights; averages gradients in backward
+    model.broadcast_buffers = False  # dist: evaluate() does it; no need in every forward
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # another order in each epoch; a resumed one goes on where it was
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
-            break  # saved; --resume goes on within this epoch
-        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: bare, as shares may be unequal
-        if rank == 0:  # dist: one rank writes, for all
+            break  # it is saved: --resume continues within this epoch
+        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: unwrapped, as shares may differ in size
+        if rank == 0:  # dist: only rank 0 writes
             run.log()
             run.save()
 
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: the DDP wrapper, in its cycles, goes before the group, or gloo can abort the process
-    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without
+    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle); else gloo can abort in the next line
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -127,7 +127,7 @@ def test_exact_evaluation(strategy, single, exact, tmp_path):
 
 EVALUATION_MUTATIONS = {
     "ddp_launch without the sum of training": (
-        "    dist.all_reduce(metrics.sums)  # dist: over all ranks", "    # dist: over all ranks"),
+        "    dist.all_reduce(metrics.sums)  # dist: sum over all ranks", "    # dist: sum over all ranks"),
     "ddp_launch without the sum of validation": (
         "    dist.all_reduce(metrics.sums)  # dist: each rank", "    # dist: each rank"),
     "ddp_launch without shares of validation": ("range(rank, len(val_set), world_size)", "range(len(val_set))"),
