@@ -1,6 +1,6 @@
 """Checkpoints: last.pt, previous.pt and best.pt (of the epoch with the highest validation accuracy).
 
-A file gets its name when its bytes are on the disk, so a crash at any moment leaves a good last.pt or previous.pt.
+A file is renamed into place only after its bytes are on disk, so a crash at any moment leaves a good checkpoint.
 """
 
 import io
@@ -14,17 +14,17 @@ import torch
 from common.processes import fail
 
 FORMAT = 4
-# The arguments that decide how a run goes on. Batch size and --lr may change with the number of processes.
+# Arguments that a resumed run must keep. Batch size and --lr may change with the number of processes.
 MUST_MATCH = ("dataset", "synthetic", "model", "seed", "momentum", "weight_decay", "scale_lr", "warmup_epochs",
               "image_size", "label_smoothing")
 
 
 class CorruptCheckpoint(Exception):
-    """A file is not what somebody saved."""
+    """The file is damaged, or is not a checkpoint."""
 
 
 def write(path, content):
-    """Replace the file `path` by the bytes `content`, so that at any moment it is the old file or the new one."""
+    """Replace the file `path` by the bytes `content` atomically: a crash leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -35,15 +35,15 @@ def write(path, content):
             os.replace(path, path.with_name("previous.pt"))
         os.replace(partial, path)
     except OSError:
-        partial.unlink(missing_ok=True)  # it takes room on a disk that is full
+        partial.unlink(missing_ok=True)  # it takes room on a full disk
         raise
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name, too, survives a power cut
+    os.fsync(folder)  # so that the new name survives a power cut
     os.close(folder)
 
 
 def save(folder, checkpoint, best):
-    """Save the dict `checkpoint` as last.pt in the Path `folder`, and as best.pt if it is the `best`."""
+    """Save the dict `checkpoint` as last.pt in the Path `folder`, and also as best.pt if it is the `best`."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **checkpoint}, buffer)
     for name in ("best.pt", "last.pt") if best else ("last.pt",):
@@ -51,13 +51,13 @@ def save(folder, checkpoint, best):
 
 
 def read(path):
-    """(the dict in the file `path`, a number that tells files apart); raises OSError or CorruptCheckpoint."""
+    """Return (the dict in the file `path`, a fingerprint of the file); raises OSError or CorruptCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():  # compares the CRC-32 that torch.save stores; torch.load does not
+            if damaged := archive.testzip():  # checks the CRC-32 that torch.save stores; torch.load does not
                 raise CorruptCheckpoint(f"it is damaged (the CRC-32 of {damaged} is wrong)")
             fingerprint = zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no pickle that would run code
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code
         return {"format": int(checkpoint["format"]), **checkpoint}, fingerprint
     except (OSError, CorruptCheckpoint):
         raise
@@ -66,10 +66,10 @@ def read(path):
 
 
 def find(resume, folder):
-    """What --resume means: (path or None, checkpoint, its number, [(damaged file, what is wrong)])."""
+    """Find the checkpoint that --resume means: (path or None, dict, fingerprint, [(damaged file, reason)])."""
     damaged, auto = [], resume == "auto"
     if auto and folder is None:
-        fail("--resume auto: say where with --log-dir or --checkpoint-dir")
+        fail("--resume auto: name the folder with --log-dir or --checkpoint-dir")
     for path in [Path(folder, f"{name}.pt") for name in ("last", "previous", "best")] if auto else [Path(resume)]:
         try:
             return path, *read(path), damaged
@@ -78,14 +78,14 @@ def find(resume, folder):
                 damaged.append((path, getattr(error, "strerror", None) or error))
     if damaged or any(Path(folder).glob("[!.]*.pt*")):
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged) or f"no last.pt in {folder}"
-        fail(f"--resume {resume}: {reasons}" + "; take another folder to start again" * auto)
+        fail(f"--resume {resume}: {reasons}" + "; choose another folder to start again" * auto)
     return None, {}, -1, []
 
 
 def load(saved, state, args, rate):
-    """Load what `read` returned into the objects of the dict `state`; returns its epoch, samples, sums and history.
+    """Load the dict `saved` into the objects of the dict `state`; return its epoch, samples, sums and history.
 
-    Fails where the run of `args`, whose global_batch and scaled lr are `rate`, cannot go on as the one that saved it.
+    Fails if it does not fit the run of `args`, or a scheduler and `rate`, a dict of global_batch, scaled lr and epochs.
     """
     own, there, name, only_model = vars(args), saved.get("arguments"), "arguments", getattr(args, "evaluate", False)
     try:
@@ -96,11 +96,11 @@ def load(saved, state, args, rate):
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
         for name, part in [("model", state["model"])] if only_model else state.items():
             if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and saved["rate"] != rate:
-                raise ValueError(f"it counts steps of {saved['rate']}, and this run has {rate}")  # and keeps the rate
-            if saved.get(name) or name not in ("scaler", "amp"):  # of a recipe that has none
+                raise ValueError(f"it counts steps of {saved['rate']}, and this run has {rate}")  # and it sets the rate
+            if saved.get(name) or name not in ("scaler", "amp"):  # saved by a recipe without one
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:
-            group["lr"] *= rate["lr"] / saved["rate"]["lr"]  # or an optimizer without a schedule keeps the other run's
+            group["lr"] *= rate["lr"] / saved["rate"]["lr"]  # else, without a schedule, it keeps the old rate
         name = "position"
         return int(saved["epoch"]), int(saved["samples"]), saved["sums"], list(saved["history"])
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -108,7 +108,7 @@ def load(saved, state, args, rate):
 
 
 def refuse_unreadable(state, args):
-    """Fail now where no run could read back what this one would save: a scheduler with a function, a flag's type."""
+    """Fail at the start if a checkpoint of this run could not be read: a scheduler or flag may hold any object."""
     small = {name: part.state_dict() for name, part in state.items()
              if not isinstance(part, torch.nn.Module | torch.optim.Optimizer)}
     try:

@@ -16,9 +16,9 @@ MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training
 
 
 def load(args):
-    """CIFAR-10 [3, 32, 32] as two ImageTensors, for training (50,000 images, cropped and mirrored) and validation.
+    """CIFAR-10 [3, 32, 32] as two ImageTensors: training (50,000 images, cropped and mirrored) and validation (10,000).
 
-    Fails where the files are missing or damaged. Source: A. Krizhevsky, 2009.
+    Fails if the files are missing or damaged. Source: A. Krizhevsky, 2009.
     """
     if args.synthetic:
         train, val = synthetic(args, 3, 32, MEAN_STD)
@@ -28,7 +28,7 @@ def load(args):
 
 
 def _read(folder):
-    from torchvision.datasets import CIFAR10  # here: generated images need not wait for the import
+    from torchvision.datasets import CIFAR10  # here, as generated images do not need it
     from torchvision.datasets.utils import download_and_extract_archive
 
     download(folder, FILES, lambda to: download_and_extract_archive(CIFAR10.url, to, md5=CIFAR10.tgz_md5))
@@ -48,7 +48,7 @@ def _read_batch(path):
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle can run any function that it names; CIFAR-10's batches need none but those that rebuild an array."""
+    """A pickle can call any function; CIFAR-10's batches need only those that rebuild an array."""
 
     def find_class(self, module, name):
         if (module.replace("._core.", ".core."), name) in {
@@ -56,13 +56,13 @@ class _ArraysOnly(pickle.Unpickler):
             ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
         }:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no CIFAR-10 batch needs")
+        raise pickle.UnpicklingError(f"it calls {module}.{name}, which no CIFAR-10 batch needs")
 
 
 class RandomCropFlip(ImageTensor):
-    """Each image cropped at random out of itself padded with zeros, and mirrored or not.
+    """Each image padded with zeros, cropped at random, and mirrored at random.
 
-    What is drawn is a function of seed, epoch and index: the same on any number of processes and after a resume.
+    The crops are a function of seed, epoch and index: the same on any number of processes, and after a resume.
     """
 
     def __init__(self, images, labels, mean_std, seed, padding=4):
@@ -73,8 +73,8 @@ class RandomCropFlip(ImageTensor):
         super().to(device)
         padded = F.pad(self.images, (self.padding,) * 4)
         both = torch.stack((padded, padded.flip(-1)))  # [mirrored, N, channels, height, width]
-        # One view that holds every window of the image size, wherever in memory it starts: a crop is then a row of it,
-        # and index_select copies a batch of rows in half the time that advanced indexing takes for the pixels.
+        # A view of every window of the image size, wherever in memory it starts. A crop is one row of this view, and
+        # index_select copies a batch of rows in half the time that advanced indexing takes for the pixels.
         size, self.strides = self.images.shape[1:], both.stride()
         last = sum((n - 1) * step for n, step in zip(size, self.strides[2:], strict=True))
         self.windows = both.view(-1).as_strided((both.numel() - last, *size), (1, *self.strides[2:]))
@@ -92,7 +92,7 @@ class RandomCropFlip(ImageTensor):
 
 def resnet18(channels, size, classes=10):
     """torchvision's ResNet-18 with the stem for small images (He et al. 2015, section 4.2): 3x3, no max-pooling."""
-    from torchvision.models import resnet18  # here: the other models do without the time that torchvision takes
+    from torchvision.models import resnet18  # here, as the other models do not need it
 
     model = resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(channels, 64, kernel_size=3, padding=1, bias=False)

@@ -1,4 +1,4 @@
-"""DataObject: a dataset, the sampler that picks this rank's share of it, and what makes batches of the share."""
+"""DataObject: a dataset, the sampler that picks this rank's share of it, and the batches of that share."""
 
 import time
 
@@ -9,10 +9,10 @@ from common.processes import fail
 
 
 class EpochSampler:
-    """This rank's share of a permutation of `length` samples that is a function of seed and epoch.
+    """This rank's share of a permutation of `length` samples, which is a function of seed and epoch.
 
-    The k-th batches of all ranks together are the k-th batch of one process with batches of `world_size * batch_size`.
-    What does not fill such a global batch is left out until the next epoch.
+    The k-th batches of all ranks together are the k-th batch of one process with a batch of `world_size * batch_size`.
+    The samples that do not fill a global batch are left out until the next epoch.
     """
 
     def __init__(self, length, batch_size, seed, rank=0, world_size=1):
@@ -23,23 +23,23 @@ class EpochSampler:
         self.set_epoch(0)
 
     def set_epoch(self, epoch, start=0):
-        """Begin the epoch `epoch` (from 0), of which a run that goes on has used `start` samples over all ranks."""
+        """Begin epoch `epoch` (from 0); a resumed run has already used `start` samples of it, over all ranks."""
         self.epoch, self.start = epoch, start
 
     def __len__(self):
         return (self.length - self.start) // self.global_batch * self.global_batch // self.world_size
 
     def indices(self):
-        """int64 [len(self)]: what this rank reads in this epoch, in order."""
+        """int64 [len(self)]: the samples that this rank reads in this epoch, in order."""
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)))  # the same on each rank
         order = torch.randperm(self.length, generator=generator)[self.start:]
         return order[:len(self) * self.world_size][self.rank::self.world_size].contiguous()
 
 
 class ImageTensor(Dataset):
-    """uint8 `images` [N, channels, height, width] and int64 `labels` [N], which a DataObject moves to the device.
+    """uint8 `images` [N, channels, height, width] and int64 `labels` [N]; a DataObject moves them to the device.
 
-    `mean_std` are the mean and the standard deviation per channel of images in 0..1.
+    `mean_std` are the mean and the standard deviation per channel, of images scaled to 0..1.
     """
 
     def __init__(self, images, labels, mean_std):
@@ -52,27 +52,27 @@ class ImageTensor(Dataset):
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
     def batches(self, indices, batch_size, epoch):
-        """The images and labels at `indices` (int64, on any device), `batch_size` at a time."""
+        """Yield the images and labels at `indices` (int64, on any device), `batch_size` at a time."""
         for batch in indices.to(self.labels.device).split(batch_size):
             yield self.images.index_select(0, batch), self.labels.index_select(0, batch)
 
 
 class DataObject:
-    """Iterating gives the batches on `device`: float32 images [batch, channels, height, width], int64 labels [batch].
+    """Yields batches on `device`: float32 images [batch, channels, height, width] and int64 labels [batch].
 
-    The sampler is an EpochSampler to train, range(rank, N, world_size) to validate. The dataset is an ImageTensor, or
-    any Dataset of (image tensor, label), which `workers` processes read. uint8 images are scaled to 0..1 and normalised
-    by its `mean_std`, float images are used as they are.
+    The sampler is an EpochSampler for training, range(rank, N, world_size) for validation. The dataset is an
+    ImageTensor, or any Dataset of (image tensor, label), which `workers` processes read. uint8 images are scaled to
+    0..1 and normalised with the dataset's `mean_std`; float images are used as they are.
     """
 
     def __init__(self, dataset, sampler, batch_size, device, workers=0, memory_format=torch.contiguous_format):
         self.dataset, self.sampler, self.batch_size, self.device = dataset, sampler, batch_size, device
-        self.memory_format, self.waited = memory_format, 0.0  # seconds that the last pass has waited for data
+        self.memory_format, self.waited = memory_format, 0.0  # seconds that the last pass waited for data
         if isinstance(dataset, ImageTensor):
             dataset.to(device)
             self.source = dataset
         else:
-            from common.loader import Loader  # here: the data sets that are tensors do without it
+            from common.loader import Loader  # here, as an ImageTensor does not need it
 
             self.source = Loader(dataset, getattr(sampler, "seed", 0), workers, pin_memory=device.type == "cuda")
         mean, std = torch.tensor(getattr(dataset, "mean_std", ((0.5,), (0.5,))), device=device).view(2, 1, -1, 1, 1)
@@ -82,13 +82,13 @@ class DataObject:
         return -(-len(self.sampler) // self.batch_size)
 
     def indices(self):
-        """int64 [samples]: what this rank reads in the next pass, in order."""
+        """int64 [samples]: the samples that this rank reads in the next pass, in order."""
         share = self.sampler
         return torch.arange(share.start, share.stop, share.step) if isinstance(share, range) else share.indices()
 
     def __iter__(self):
         self.waited, asked = 0.0, time.perf_counter()
-        indices, epoch = self.indices(), getattr(self.sampler, "epoch", 0)  # a rank may have none, and then no batch
+        indices, epoch = self.indices(), getattr(self.sampler, "epoch", 0)  # a rank may have none
         for images, labels in self.source.batches(indices, self.batch_size, epoch) if len(indices) else ():
             uint8 = images.dtype == torch.uint8
             images = images.to(self.device, torch.float32, non_blocking=True, memory_format=self.memory_format)

@@ -1,4 +1,4 @@
-"""MNIST, generated images, and how the files of a data set come to this machine."""
+"""MNIST, generated images, and the download of a data set's files."""
 
 import contextlib
 import io
@@ -20,10 +20,10 @@ MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1
 
 
 def mnist(args):
-    """MNIST [1, 28, 28] (LeCun, Cortes, Burges): ImageTensors to train on (60,000 images) and to validate (10,000)."""
+    """MNIST [1, 28, 28] (LeCun, Cortes, Burges): ImageTensors for training (60,000 images) and validation (10,000)."""
     if args.synthetic:
         return synthetic(args, 1, 28, MNIST_MEAN_STD)
-    from torchvision import datasets  # here: generated images need not wait for the import
+    from torchvision import datasets  # here, as generated images do not need it
     from torchvision.datasets.mnist import read_image_file, read_label_file
 
     folder = Path(args.data_dir)
@@ -34,7 +34,7 @@ def mnist(args):
 
 
 def synthetic(args, channels, size, mean_std):
-    """ImageTensors of generated images: the smooth random pattern of one of ten classes, and noise twice as strong."""
+    """ImageTensors of generated images: each class is a smooth random pattern, under noise twice as strong."""
     patterns = torch.randn(10, channels, 7, 7, generator=torch.Generator().manual_seed(args.seed))
     patterns, sets = F.interpolate(patterns, size=(size, size), mode="bilinear"), []
     for count in (args.synthetic, max(1, args.synthetic // 5)):
@@ -47,16 +47,16 @@ def synthetic(args, channels, size, mean_std):
 
 
 def download(folder, files, fetch):
-    """Bring those of `files` to `folder` that are missing; `fetch(to)` downloads them all, whole, to the folder `to`.
+    """Download those of `files` that `folder` lacks; `fetch(to)` downloads all of them to the folder `to`.
 
-    Every process calls it before it joins the others: under a file lock the first downloads, the others find the files.
+    Every process calls it before it joins the process group: one downloads, under a file lock; the others wait for it.
     """
     def missing():
         return [name for name in files if not (folder / name).exists()]
 
     if not missing():
         return
-    socket.setdefaulttimeout(30)  # seconds without a byte; without it torchvision would wait for ever
+    socket.setdefaulttimeout(30)  # seconds without a byte; the default is to wait forever
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".download.lock"), tempfile.TemporaryDirectory(dir=folder, prefix=".downloading-") as to:
@@ -68,12 +68,12 @@ def download(folder, files, fetch):
                 os.replace(Path(to, name), folder / name)
     except (OSError, RuntimeError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the last mirror's
-        fail(f"{folder / (missing() or files)[0]} is not there and the download failed ({reason}): bring the "
-             "files, or train on generated images with --synthetic")
+        fail(f"{folder / (missing() or files)[0]} is missing and the download failed ({reason}): copy the files "
+             "there, or train on generated images with --synthetic")
 
 
 def checked(path, shape, mean_std, read):
-    """An ImageTensor of the (images, labels) that `read()` gives; fails where the files (`path`, ...) are damaged."""
+    """An ImageTensor of the (images, labels) that `read()` returns; fails if the files (`path`, ...) are damaged."""
     try:
         images, labels = read()
         if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
@@ -82,5 +82,5 @@ def checked(path, shape, mean_std, read):
             raise ValueError(f"labels in {labels.min()}..{labels.max()}")
         return ImageTensor(images, labels, mean_std)
     except Exception as error:  # a damaged file can raise anything
-        return fail(f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): delete them to have "
-                    "them downloaded again, or train with --synthetic")
+        return fail(f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): delete them, and "
+                    "they are downloaded again, or train with --synthetic")

@@ -1,4 +1,4 @@
-"""The command line of the recipes, in groups: a copied recipe leaves out those that it has no use for."""
+"""The command line of the recipes, in groups: a copied recipe drops those that it does not need."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ from common.processes import fail
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes --batch_size for --batch-size, no abbreviations, and complains in one line; shows `doc` as it stands."""
+    """Accepts --batch_size for --batch-size, no abbreviations; reports an error in one line; shows `doc` as it is."""
 
     lrs = None  # the default of --lr for each --model
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, low, above=False, high=math.inf):
-    """An argparse type: a finite `kind` (int or float) of at least, or `above`, `low`, and at most `high`."""
+    """An argparse type: a finite `kind` (int or float), at least (or `above`) `low` and at most `high`."""
     def convert(text):
         value = kind(text)
         if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
@@ -48,62 +48,62 @@ DEFAULT = " (default: %(default)s)"
 
 
 def parser(doc, dataset):
-    """The parser of a recipe with the docstring `doc`, with the flags of the device and of what a run writes."""
+    """The parser of a recipe with docstring `doc`: the flags for the device and the output."""
     p = Parser(doc)
     p.set_defaults(dataset=dataset)
     add = p.add_argument_group("device").add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one" + DEFAULT)
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPU if there is one" + DEFAULT)
     add("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
     add("--timeout", type=COUNT, default=600, metavar="SECONDS",
-        help="end a process that takes longer for a batch, and print where it hangs" + DEFAULT)
+        help="end a process that waits longer for a batch, and print its stacks" + DEFAULT)
     add = p.add_argument_group("output").add_argument
     add("--log-interval", type=COUNT, default=10, metavar="STEPS",
-        help="the most steps between two at which the ranks agree on the loss, and on stopping" + DEFAULT)
-    add("--log-dir", metavar="DIR", help="TensorBoard events and results.json; without it a new folder under runs/")
-    add("--checkpoint-dir", metavar="DIR", help="last.pt, previous.pt and best.pt; without it the log folder")
-    add("--checkpoint-every", type=COUNT, metavar="STEPS", help="save within an epoch, and not only after it")
+        help="check the loss, and whether to stop, at least every so many steps" + DEFAULT)
+    add("--log-dir", metavar="DIR", help="for TensorBoard events and results.json (default: a new folder in runs/)")
+    add("--checkpoint-dir", metavar="DIR", help="for last.pt, previous.pt and best.pt (default: --log-dir)")
+    add("--checkpoint-every", type=COUNT, metavar="STEPS", help="also save within an epoch, every so many steps")
     add("--resume", metavar="FILE",
-        help="continue the run that saved this checkpoint; auto takes the newest good one, or begins if there is none")
-    add("--profile", action="store_true", help="trace ten steps on rank 0, for https://ui.perfetto.dev")
-    add("--dry-run", action="store_true", help="one step of training and evaluation, no files")
+        help="continue from this checkpoint; auto: from the newest good one, or start if there is none")
+    add("--profile", action="store_true", help="trace ten steps of rank 0, for https://ui.perfetto.dev")
+    add("--dry-run", action="store_true", help="one step of training and of evaluation, without files")
     return p
 
 
 def add_data(p):
-    """The flags of the data sets that are here."""
+    """The flags of the data sets of this repository."""
     add = p.add_argument_group("data").add_argument
-    add("--data-dir", default="data", metavar="DIR", help="where the data set is, or is downloaded to" + DEFAULT)
+    add("--data-dir", default="data", metavar="DIR", help="folder of the data set, downloaded if missing" + DEFAULT)
     add("--synthetic", nargs="?", type=COUNT, const=10_000, metavar="IMAGES",
-        help="train on so many generated images (10000 if no number is given), validate on a fifth as many")
+        help="train on generated images (10000 if no number is given), and validate on a fifth as many")
 
 
 def add_training(p, lrs, epochs, batch_size, test_batch_size=1000, model=str):
-    """The flags of `model` (its type) and training; `lrs` has the models, the default first, and the --lr of each."""
+    """The flags of training; `lrs` maps each model, the default first, to its --lr; `model` is the type of --model."""
     p.lrs, names, few = lrs, list(lrs), ", ".join(f"{lr:g} for {name}" for name, lr in list(lrs.items())[:4])
     add = p.add_argument_group("training").add_argument
     add("-a", "--model", "--arch", type=model, choices=lrs, default=names[0], metavar="NAME", help=", ".join(names))
     add("--epochs", type=COUNT, default=epochs, metavar="N", help="passes over the data" + DEFAULT)
-    add("-b", "--batch-size", type=COUNT, default=batch_size, metavar="N", help="images per step and process" + DEFAULT)
-    add("--test-batch-size", type=COUNT, default=test_batch_size, metavar="N", help="the same in evaluation" + DEFAULT)
+    add("-b", "--batch-size", type=COUNT, default=batch_size, metavar="N", help="images per process" + DEFAULT)
+    add("--test-batch-size", type=COUNT, default=test_batch_size, metavar="N", help="in evaluation" + DEFAULT)
     add("--lr", type=POSITIVE, help=f"learning rate of one process (default: {few}{', ...' * (len(lrs) > 4)})")
     add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear",
-        help="what the number of processes does to --lr: multiply, multiply by its root, nothing" + DEFAULT)
-    add("--seed", type=number(int, 0, high=2**32 - 1), default=0, help="of weights, data and dropout" + DEFAULT)
+        help="multiply --lr by the number of processes, its root, or not" + DEFAULT)
+    add("--seed", type=number(int, 0, high=2**32 - 1), default=0, help="for weights, data and dropout" + DEFAULT)
 
 
 def add_sgd(p, weight_decay, warmup_epochs=1):
-    """The flags of SGD and of its schedule, for which a copied recipe may have others."""
+    """The flags of SGD and its schedule; a copied recipe may have others."""
     add = p.add_argument_group("SGD").add_argument
-    add("--warmup-epochs", type=SHARE, default=warmup_epochs, metavar="N", help="up to the scaled --lr" + DEFAULT)
+    add("--warmup-epochs", type=SHARE, default=warmup_epochs, metavar="N", help="until the scaled --lr" + DEFAULT)
     add("--momentum", type=SHARE, default=0.9, help=DEFAULT)
     add("--weight-decay", "--wd", type=SHARE, default=weight_decay, metavar="WD", help=DEFAULT)
 
 
 def pick_device(args, local_rank=0, local_world_size=1):
-    """The torch.device of process `local_rank` of `local_world_size` on this machine; fails for want of GPUs."""
+    """The torch.device for process `local_rank` of `local_world_size` on this machine; fails with too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):
         return torch.device("cpu")
     if gpus < local_world_size:
-        fail(f"{local_world_size} processes need a GPU each and torch sees {gpus}: start fewer, or take --device cpu")
+        fail(f"{local_world_size} processes need a GPU each, but torch sees {gpus}: start fewer, or use --device cpu")
     return torch.device("cuda", local_rank)

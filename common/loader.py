@@ -1,4 +1,4 @@
-"""Any torch Dataset for a DataObject: a DataLoader whose random augmentation is a function of seed, epoch and index."""
+"""Any torch Dataset, through a DataLoader in which random augmentation is a function of seed, epoch and index."""
 
 import random
 
@@ -10,43 +10,43 @@ from common.processes import die_with_parent, fail
 
 
 class Seeded(Dataset):
-    """`dataset`, in which what a sample draws (torch, numpy, random) is a function of seed, epoch and index.
+    """`dataset`, with the random state (torch, numpy, random) of each sample set from seed, epoch and index.
 
-    Its places are epoch * N + index: loader workers, which live through all epochs, see from them which epoch it is.
+    Its keys are epoch * N + index, as the loader workers live through all epochs and have to know which one it is.
     """
 
     def __init__(self, dataset, seed):
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, place):
-        seed = hash((self.seed, place))  # of numbers, so the same in every process
+    def __getitem__(self, key):
+        seed = hash((self.seed, key))  # hash() of integers is the same in every process
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        with torch.random.fork_rng(devices=()):  # without workers this is the training process's own generator
+        with torch.random.fork_rng(devices=()):  # without workers, training uses the same generator
             torch.default_generator.manual_seed(seed)
-            return self.dataset[place % len(self.dataset)]
+            return self.dataset[key % len(self.dataset)]
 
 
 class Loader:
-    """Batches of `dataset`, read by `workers` processes, or by this one where there are none.
+    """Batches of `dataset`, read by `workers` processes, or by this one if there are none.
 
-    Fails where it does not give (image as a tensor of uint8 or float, label as an int).
+    Fails if a sample is not (image tensor of uint8 or float, label as an int).
     """
 
     def __init__(self, dataset, seed, workers, pin_memory):
-        self.length, self.places = len(dataset), []  # the places of each batch of a pass
+        self.length, self.keys = len(dataset), []  # the keys of each batch of a pass
         seeded = Seeded(dataset, seed)
         check_sample(type(dataset).__name__, seeded[0])
-        self.loader = DataLoader(seeded, batch_sampler=self.places, num_workers=workers, persistent_workers=workers > 0,
+        self.loader = DataLoader(seeded, batch_sampler=self.keys, num_workers=workers, persistent_workers=workers > 0,
                                  pin_memory=pin_memory, worker_init_fn=die_with_parent, generator=torch.Generator(),
-                                 multiprocessing_context="fork" if workers else None)  # under mp.spawn, too
-        # Fork the workers now, by a pass over nothing. CPython 3.11 can deadlock in a fork while another thread makes
-        # or drops its Python state, as those of Gloo and autograd do in training: one fork in 400 on two busy cores.
+                                 multiprocessing_context="fork" if workers else None)  # also under mp.spawn
+        # Start the workers now, by a pass over no batch: a later fork can deadlock in CPython 3.11 while threads of Gloo
+        # or autograd create or delete their Python state (one fork in 400, on two busy cores).
         iter(self.loader)
 
     def batches(self, indices, batch_size, epoch):
-        """The images and labels at `indices` (int64), `batch_size` at a time, as `epoch` draws them."""
-        self.places[:] = [batch.tolist() for batch in (epoch * self.length + indices).split(batch_size)]
+        """Iterate over the images and labels at `indices` (int64), `batch_size` at a time, augmented for `epoch`."""
+        self.keys[:] = [batch.tolist() for batch in (epoch * self.length + indices).split(batch_size)]
         return iter(self.loader)
 
 
@@ -55,4 +55,4 @@ def check_sample(name, sample):
     if not isinstance(image, torch.Tensor) or not (image.dtype == torch.uint8 or image.is_floating_point()) or not (
             isinstance(label, int | np.integer) or (isinstance(label, torch.Tensor) and label.dtype == torch.int64)):
         kinds = ", ".join(str(getattr(part, "dtype", type(part).__name__)) for part in (image, label))
-        fail(f"{name} gives ({kinds}), and a DataObject takes (image as a tensor of uint8 or float, label as an int)")
+        fail(f"{name} returns ({kinds}), but a DataObject needs (image tensor of uint8 or float, label as an int)")

@@ -1,4 +1,4 @@
-"""Loss and accuracy over all ranks, as sums and counts that are reduced once and divided once."""
+"""Loss and accuracy over all ranks: sums and counts, reduced once and divided once."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Metrics:
-    """float64 `sums` [4] of a pass: loss, right, images, right in the top 5; `before` are those before a resume."""
+    """float64 `sums` [4] of a pass: loss, correct, images, correct in the top 5; `before`: the sums before a resume."""
 
     def __init__(self, device, before=None, top5=False):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
@@ -21,9 +21,9 @@ class Metrics:
             self.sums[3] += (logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum()
 
     def average(self, waited):
-        """A dict: loss (nats), accuracy (0..1), top5 (0..1) where asked for, images, and the speed since this was made.
+        """A dict: loss (nats), accuracy (0..1), top5 (0..1, if asked for), images, and the speed of this pass.
 
-        Sum up `sums` over all ranks first. `waited` are the seconds that this rank waited for data.
+        Call it after `sums` was summed over all ranks. `waited`: the seconds that this rank waited for data.
         """
         here, seconds = self.sums.tolist(), time.perf_counter() - self.start
         loss, correct, images, correct5 = (a + b for a, b in zip(here, self.before, strict=True))

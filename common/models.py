@@ -1,4 +1,4 @@
-"""The models: images in, logits [batch, classes] out."""
+"""Small models: they take images and return logits [batch, classes]."""
 
 from torch import nn
 
@@ -14,7 +14,7 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet(nn.Sequential):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling. Without BatchNorm, N processes step as one does."""
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling. It has no BatchNorm, so N processes compute exactly what one does."""
     def __init__(self, channels, size, classes=10):
         super().__init__(
             nn.Conv2d(channels, 6, kernel_size=5, padding=2), nn.ReLU(), nn.MaxPool2d(2),

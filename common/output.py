@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes: lines, TensorBoard's events, results.json, a trace."""
+"""What rank 0 prints and writes: TensorBoard events, results.json, a profiler trace."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Output:
         self.writes = not (run.args.dry_run or getattr(run.args, "evaluate", False))
 
     def start(self, resumed, saved_by, damaged):
-        """Make the folders, and print what runs; `resumed` is the path of a checkpoint, or None."""
+        """Create the folders, and print what runs; `resumed` is the path of a checkpoint, or None."""
         run, args = self.run, self.args
         default = f"runs/{args.dataset}-{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.log_dir = Path(args.log_dir or default)
@@ -37,28 +37,28 @@ class Output:
               f"{args.batch_size} per process{times}, {run.global_batch} global | learning rate {run.rate['lr']:g}")
         if resumed:
             print(f"resumed from {resumed} at epoch {run.epoch + 1}, sample {run.samples} (saved by {saved_by})"
-                  + ": --epochs asks for no more" * (run.epoch >= args.epochs and self.writes))
+                  + ": nothing left to do for --epochs" * (run.epoch >= args.epochs and self.writes))
         elif args.resume:
             print(f"no checkpoint in {self.checkpoint_dir} yet: starting from the beginning")
         if self.writes:
             print(f"results.json and TensorBoard in {self.log_dir}, checkpoints in {self.checkpoint_dir}", flush=True)
         if args.profile and self.writes:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines, one an error without a GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs, on a CPU even an error
             self.trace = path = str(self.log_dir / f"trace-epoch-{run.epoch + 1:04d}.json.gz")
-            steps = torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1)  # the first ones allocate memory
+            steps = torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1)  # the first steps allocate memory
             self.profiler = torch.profiler.profile(schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path))
             self.profiler.start()
 
     def _make_folders(self, resumed, damaged):
-        """Make the folders and results.json, unless something would be lost."""
+        """Create the folders and results.json, unless they would overwrite another run."""
         there = [self.checkpoint_dir / name for name in ("last.pt", "previous.pt", "best.pt")]
         there += [] if self.args.resume else [self.log_dir / "results.json"]
         newest = next((path for path in there if path.exists() and path not in damaged), None)
         if newest and not (resumed and newest.samefile(resumed)):
-            fail(f"{newest} is of another run, or newer than --resume, and would be lost: choose another --log-dir "
-                 "(and --checkpoint-dir), or --resume auto")
+            fail(f"{newest} is from another run, or newer than --resume, and would be overwritten: choose another "
+                 "--log-dir (and --checkpoint-dir), or --resume auto")
         try:
-            for path in damaged:  # or the next save would put it in the place of previous.pt, which is good
+            for path in damaged:  # else the next save would move it to previous.pt, which is good
                 path.rename(f"{path}.damaged")
             for folder in (self.checkpoint_dir, self.log_dir):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -67,9 +67,9 @@ class Output:
             fail(f"cannot write to {error.filename} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
 
     def log(self, last):
-        """Print and write what the epoch `last` of the history gave."""
+        """Print and write the results of the epoch `last` of the history."""
         if self.profiler:
-            self.profiler.stop()  # which writes the trace of an epoch that has fewer steps
+            self.profiler.stop()  # a shorter epoch has its trace written here
             self.profiler = None
             print(f"--profile: open {self.trace} in https://ui.perfetto.dev" if os.path.exists(self.trace) else
                   "--profile: no trace, as this epoch has fewer than 7 steps")
@@ -81,12 +81,12 @@ class Output:
             if self.writes:
                 self._write_scalars(last)
                 self._write_results()
-        except OSError as error:  # a full disk costs the figures, and not the run
-            print(f"warning: no figures are written to {self.log_dir} ({error.strerror}); training goes on", flush=True)
+        except OSError as error:  # a full disk must not end the run
+            print(f"warning: no results are written to {self.log_dir} ({error.strerror}); training goes on", flush=True)
 
     def _write_scalars(self, last):
         if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # here: the first epoch need not wait for the import
+            from torch.utils.tensorboard import SummaryWriter  # here, to start the first epoch sooner
             self.writer = SummaryWriter(self.log_dir, purge_step=last["epoch"])
         scalars = {"lr": last["lr"], "perf/images_per_sec": last["train"]["images_per_sec"]}
         scalars |= {f"{split}/{name}": last[split][name] for split in ("train", "val")

@@ -1,4 +1,4 @@
-"""A run: its position, which every rank knows, and how it resumes, saves and stops."""
+"""A training run: its position, and how it resumes, saves and stops."""
 
 import faulthandler
 import itertools
@@ -16,28 +16,28 @@ from common.processes import fail
 
 
 class Run:
-    """The position of a run: (epoch, samples used of that epoch over all ranks).
+    """A run and its position: (epoch, samples of that epoch already used, over all ranks).
 
-    Order, augmentation, learning rate and random state are functions of seed and position. So a checkpoint has the
-    position and the `state`, a dict of objects with a state_dict ("model", "optimizer", ...), and nothing of the ranks.
-    Every rank calls `resume`, `step` and `end_epoch`, rank 0 also `log` and `save`. `lr` is the scaled rate, and
-    `all_reduce` sums a tensor over the ranks in place.
+    Data order, augmentation, learning rate and random state are functions of seed and position. A checkpoint therefore
+    holds the position and `state`, a dict of objects with a state_dict ("model", "optimizer", ...), but no ranks.
+    Every rank calls `resume`, `step` and `end_epoch`; only rank 0 calls `log` and `save`. `lr` is the scaled learning
+    rate, and `all_reduce` sums a tensor over all ranks in place.
     """
 
     def __init__(self, args, strategy, device, state, lr, rank=0, world_size=1, all_reduce=lambda tensor: None):
         if world_size == 1 and {os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} != {"1"}:
-            fail("a launcher started several of these, and each would train by itself: take ddp_launch.py or hvd.py")
+            fail("a launcher started several of these, and each would train alone: use ddp_launch.py or hvd.py")
         self.args, self.strategy, self.device, self.state = args, strategy, device, state
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
-        self.accumulate = getattr(args, "accumulate", 1)  # imagenet's recipes have the flag
+        self.accumulate = getattr(args, "accumulate", 1)  # a flag of imagenet's recipes
         self.global_batch = args.batch_size * self.accumulate * world_size
         self.rate = {"global_batch": self.global_batch, "lr": lr, "epochs": args.epochs}
-        self.epoch, self.samples, self.steps = 0, 0, 0  # the position; the steps since the start of this process
-        self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: of the metrics, so far
+        self.epoch, self.samples, self.steps = 0, 0, 0  # the position; the steps of this process
+        self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: the metrics so far
         self.output = Output(self) if rank == 0 else None
 
     def resume(self):
-        """Take up the checkpoint that --resume names, make the output folders, and print what runs."""
+        """Load the checkpoint that --resume names, create the output folders, and print what runs."""
         args, path, saved, damaged = self.args, None, {}, []
         checkpoint.refuse_unreadable(self.state, args)
         if args.resume:
@@ -45,7 +45,7 @@ class Run:
             total = torch.tensor([fingerprint], dtype=torch.float64, device=self.device)
             self.all_reduce(total)
             if total.item() != fingerprint * self.world_size:
-                fail(f"--resume {args.resume}: the ranks do not see the same file: machines have to share the folder")
+                fail(f"--resume {args.resume}: the ranks do not see the same file: put it in a folder that all machines share")
         if path:
             self.epoch, self.samples, self.sums, self.history = checkpoint.load(saved, self.state, args, self.rate)
         self._seed()
@@ -55,16 +55,16 @@ class Run:
             self.output.start(path, saved.get("saved_by"), damaged)
 
     def _seed(self):
-        """Let this rank's random state, from which dropout draws, follow from seed and position."""
+        """Set the random state of this rank, which dropout uses, from seed and position."""
         seed = hash((self.args.seed, self.epoch, self.samples, self.rank))
-        torch.default_generator.manual_seed(seed)  # 1 us, where torch.manual_seed takes 200
+        torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 200 us
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     def progress(self, data):
-        """The batches of `data`: behind a bar where rank 0 has a terminal, and under the watchdog (--timeout)."""
-        tqdm.set_lock(threading.RLock())  # its own takes a semaphore, which a process that is ended leaves behind
-        tqdm.monitor_interval = 0  # its thread would stand among the watchdog's stacks
+        """Yield the batches of `data`, with the watchdog (--timeout), and on a terminal with a progress bar on rank 0."""
+        tqdm.set_lock(threading.RLock())  # the default is a semaphore, which a killed process leaks
+        tqdm.monitor_interval = 0  # or a thread of tqdm clutters the watchdog's stacks
         batches = itertools.islice(data, self.accumulate if self.args.dry_run else None)
         self.bar = tqdm(batches, total=len(data), unit="batch", leave=False, disable=None if self.output else True)
         faulthandler.dump_traceback_later(self.args.timeout, exit=True, file=sys.__stderr__)
@@ -73,10 +73,10 @@ class Run:
             faulthandler.dump_traceback_later(self.args.timeout, exit=True, file=sys.__stderr__)
 
     def step(self, metrics):
-        """Move the position on by one global batch; every --log-interval steps the ranks also agree on stopping.
+        """Advance the position by one global batch; every --log-interval steps all ranks agree on whether to stop.
 
-        Sets, the same on all ranks, `stopping` where one of them got SIGUSR1, and `save_due` (--checkpoint-every) where
-        the recipe is to save. They agree by an all-reduce of the metrics' sums and a flag.
+        Sets `stopping` on all ranks once one of them got SIGUSR1, and `save_due` where the recipe has to save: every
+        --checkpoint-every steps, and before it stops. They agree by an all-reduce of the metrics' sums and a flag.
         """
         self.samples, self.steps = self.samples + self.global_batch, self.steps + 1
         self._seed()
@@ -96,11 +96,11 @@ class Run:
 
     def _check_finite(self, loss):
         if not math.isfinite(loss):
-            fail(f"the loss is not finite (epoch {self.epoch + 1}, by sample {self.samples}); the last save is from "
-                 "before: take a smaller --lr, or look at the data", status=1)
+            fail(f"the loss is not finite (epoch {self.epoch + 1}, by sample {self.samples}); the last checkpoint "
+                 "is from before: lower --lr, or check the data", status=1)
 
     def end_epoch(self, train, val):
-        """Move the position to the next epoch; `train` and `val` are what Metrics.average gave for this one."""
+        """Advance the position to the next epoch; `train` and `val` are the results of Metrics.average for this one."""
         self._check_finite(train["loss"] + val["loss"])
         self.epoch, self.samples, self.sums = self.epoch + 1, 0, None
         self._seed()
@@ -108,11 +108,11 @@ class Run:
         self.history.append({"epoch": self.epoch, "train": train, "val": val, "lr": lr})
 
     def log(self):
-        """Print, and write to TensorBoard and results.json, what the last epoch gave."""
+        """Print the results of the last epoch, and write them to TensorBoard and results.json."""
         self.output.log(self.history[-1])
 
     def save(self):
-        """Save last.pt, and best.pt as well after the epoch with the highest validation accuracy so far."""
+        """Save last.pt, and also best.pt after the epoch with the highest validation accuracy so far."""
         if self.args.dry_run:
             return
         accuracies, folder = [epoch["val"]["accuracy"] for epoch in self.history], self.output.checkpoint_dir
@@ -122,7 +122,7 @@ class Run:
         try:
             checkpoint.save(folder, content, self.samples == 0 and accuracies[-1] > max(accuracies[:-1], default=-1))
         except OSError as error:
-            fail(f"cannot save in {folder} ({error.strerror}); --resume auto goes on from the last save", status=1)
+            fail(f"cannot save in {folder} ({error.strerror}); --resume auto continues from the last checkpoint", status=1)
         if self.stopping:
-            print(f"stopped by SIGUSR1 at epoch {self.epoch + 1}, sample {self.samples}: go on with --resume "
+            print(f"stopped by SIGUSR1 at epoch {self.epoch + 1}, sample {self.samples}: continue with --resume "
                   f"{folder / 'last.pt'}", flush=True)

@@ -92,7 +92,7 @@ def test_disk_full_of_figures(tmp_path):
     """TensorBoard and results.json cannot be written: training goes on, and says so."""
     command = f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir checkpoints"
     output = run(on_small_disk(command, tmp_path, "4k", "disk"), cwd=tmp_path)
-    assert "warning: no figures are written to disk (No space left on device)" in output
+    assert "warning: no results are written to disk (No space left on device)" in output
     assert checkpoint(tmp_path / "checkpoints")["epoch"] == 3
 
 

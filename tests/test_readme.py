@@ -183,7 +183,7 @@ class Reader:
         else:
             output = self.run(command)
         assert len(re.findall(rf"[|:] world size {world_size(command)}\b", output)) == 1, output
-        assert re.search(r"epoch \d/|--epochs asks for no more|doctor: all is well|images of val: ", output), output
+        assert re.search(r"epoch \d/|nothing left to do for --epochs|doctor: all is well|images of val: ", output), output
 
     def run(self, command, status=0):
         return run(command, self.folder, status, **self.environment)
@@ -269,7 +269,7 @@ PRINTS = {
     f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'":
         ["Horovod background loop uncaught exception", "Horovod has been shut down"],
     f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/single.py --synthetic 640 --device cpu":
-        ["a launcher started several of these, and each would train by itself"],
+        ["a launcher started several of these, and each would train alone"],
     f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
     f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
     # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket view strides"]
