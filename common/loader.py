@@ -40,8 +40,8 @@ class Loader:
         self.loader = DataLoader(seeded, batch_sampler=self.keys, num_workers=workers, persistent_workers=workers > 0,
                                  pin_memory=pin_memory, worker_init_fn=die_with_parent, generator=torch.Generator(),
                                  multiprocessing_context="fork" if workers else None)  # also under mp.spawn
-        # Start the workers now, by a pass over no batch: a later fork can deadlock in CPython 3.11 while threads of Gloo
-        # or autograd create or delete their Python state (one fork in 400, on two busy cores).
+        # Start the workers now, by a pass over no batch. In CPython 3.11 a fork can deadlock while threads of Gloo or
+        # autograd, which training starts, create or delete their Python state: one in 400, on two busy cores.
         iter(self.loader)
 
     def batches(self, indices, batch_size, epoch):

@@ -14,7 +14,7 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet(nn.Sequential):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling. It has no BatchNorm, so N processes compute exactly what one does."""
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling. No BatchNorm: N processes compute what one does."""
     def __init__(self, channels, size, classes=10):
         super().__init__(
             nn.Conv2d(channels, 6, kernel_size=5, padding=2), nn.ReLU(), nn.MaxPool2d(2),

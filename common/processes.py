@@ -28,7 +28,7 @@ def fail(message, status=2):
 
 
 def install_signal_handlers():
-    """Ctrl-C ends this process at once, SIGUSR1 makes the run save and stop, SIGUSR2 prints the stack of each thread."""
+    """Ctrl-C ends this process at once, SIGUSR1 makes the run save and stop, SIGUSR2 prints the stacks."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would wait for the current collective
     signal.signal(signal.SIGUSR1, lambda *_: stop_requested.set())

@@ -45,7 +45,7 @@ class Run:
             total = torch.tensor([fingerprint], dtype=torch.float64, device=self.device)
             self.all_reduce(total)
             if total.item() != fingerprint * self.world_size:
-                fail(f"--resume {args.resume}: the ranks do not see the same file: put it in a folder that all machines share")
+                fail(f"--resume {args.resume}: the ranks do not see the same file: machines have to share the folder")
         if path:
             self.epoch, self.samples, self.sums, self.history = checkpoint.load(saved, self.state, args, self.rate)
         self._seed()
@@ -62,7 +62,7 @@ class Run:
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     def progress(self, data):
-        """Yield the batches of `data`, with the watchdog (--timeout), and on a terminal with a progress bar on rank 0."""
+        """Yield the batches of `data`, under the watchdog (--timeout); on a terminal, rank 0 shows a progress bar."""
         tqdm.set_lock(threading.RLock())  # the default is a semaphore, which a killed process leaks
         tqdm.monitor_interval = 0  # or a thread of tqdm clutters the watchdog's stacks
         batches = itertools.islice(data, self.accumulate if self.args.dry_run else None)
@@ -122,7 +122,7 @@ class Run:
         try:
             checkpoint.save(folder, content, self.samples == 0 and accuracies[-1] > max(accuracies[:-1], default=-1))
         except OSError as error:
-            fail(f"cannot save in {folder} ({error.strerror}); --resume auto continues from the last checkpoint", status=1)
+            fail(f"cannot save in {folder} ({error.strerror}); --resume auto continues from the one before", status=1)
         if self.stopping:
             print(f"stopped by SIGUSR1 at epoch {self.epoch + 1}, sample {self.samples}: continue with --resume "
                   f"{folder / 'last.pt'}", flush=True)

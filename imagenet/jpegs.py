@@ -1,7 +1,7 @@
-"""Trees of JPEG files as datasets of uint8 images: what is cut out of an image, and what decodes it.
+"""Folders of JPEG files as datasets of uint8 images: cropping and decoding.
 
-The usual pipeline resizes with Pillow and hands over normalised float32. Here torch resizes the uint8 pixels with the
-same antialiased bilinear filter, and a batch is uint8, a quarter of the bytes, until it is on the device.
+The usual pipeline resizes with Pillow and returns normalised float32. Here torch resizes the uint8 pixels with the same
+antialiased bilinear filter, and a batch stays uint8, a quarter of the bytes, until it is on the device.
 benchmarks/jpeg_loader.py measures the difference.
 """
 
@@ -26,22 +26,22 @@ MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training image
 
 
 def add_flags(p):
-    """Give the parser `p` the flags of the data."""
+    """Add the flags of the data to the parser `p`."""
     flags.add_data(p)
     add = p.add_argument_group("images").add_argument
     cores = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
     add("-j", "--workers", type=flags.number(int, 0), default=max(1, cores), metavar="N",
-        help="loader processes per training process; the default is the number of cores per GPU")
+        help="loader processes per training process (default: the cores per GPU)")
     add("--loader", choices=LOADERS, default="pillow",
-        help="what decodes the images: nvimgcodec only the part of each that is used")
+        help="the JPEG decoder; nvimgcodec decodes only the crop (default: %(default)s)")
     add("--image-size", type=flags.number(int, 32), default=224, metavar="PIXELS", help="height and width")
 
 
 def imagenet(args):
-    """A tree of images [3, size, size], as ImageNet's is: a dataset for training and one for validation.
+    """ImageNet, or your own images [3, size, size] in the same layout: a dataset for training, one for validation.
 
-    `classes` of each says how many there are. --synthetic takes 256 generated images in turn: it measures the model.
-    Fails where the tree is not one. Source: O. Russakovsky et al., 2015.
+    Their `classes` is the number of classes. --synthetic repeats 256 generated images, to measure the model alone.
+    Fails if the folders do not fit. Source: O. Russakovsky et al., 2015.
     """
     if args.synthetic:
         lengths = args.synthetic, max(1, args.synthetic // 5)
@@ -54,9 +54,9 @@ def imagenet(args):
 
 
 class Repeated(ImageTensor):
-    """The images of an ImageTensor, taken in turn until there are `length`."""
+    """The images of an ImageTensor, repeated to `length`."""
 
-    classes = 1000  # of which ten come up
+    classes = 1000  # of which ten occur
 
     def __init__(self, dataset, length):
         super().__init__(dataset.images, dataset.labels, dataset.mean_std)
@@ -70,17 +70,16 @@ class Repeated(ImageTensor):
 
 
 class Tree(Dataset):
-    """The images of an ImageFolder. Its paths are one array of bytes, which the loader workers share by fork.
+    """The images of an ImageFolder. The paths are one NumPy array, which forked loader workers share.
 
-    Of a list of 1.3 million paths each would get a copy of its own, as reading an object writes its reference count.
+    A list of 1.3 million str would be copied in each worker, as reading an object changes its reference count.
     """
 
     mean_std = MEAN_STD
 
     def __init__(self, tree, size):
         self.paths = np.array([os.fsencode(path) for path, _ in tree.samples])
-        self.labels, self.classes, self.size = tree.targets, len(tree.classes), size
-        self.labels = np.array(self.labels)
+        self.labels, self.classes, self.size = np.array(tree.targets), len(tree.classes), size
 
     def __len__(self):
         return len(self.labels)
@@ -90,10 +89,7 @@ class Tree(Dataset):
 
 
 class TrainTree(Tree):
-    """A tree under torchvision's RandomResizedCrop(size) and RandomHorizontalFlip.
-
-    `loader` is a name in LOADERS: what decodes an image.
-    """
+    """Training images, with torchvision's RandomResizedCrop(size) and RandomHorizontalFlip; `loader` is in LOADERS."""
 
     def __init__(self, tree, size, loader):
         super().__init__(tree, size)
@@ -106,7 +102,7 @@ class TrainTree(Tree):
 
 
 class ValTree(Tree):
-    """A tree under torchvision's Resize(256 / 224 * size) and CenterCrop(size)."""
+    """Validation images, with torchvision's Resize(256 / 224 * size) and CenterCrop(size)."""
 
     def __getitem__(self, index):
         """uint8 [3, size, size] and its label."""
@@ -119,33 +115,33 @@ class ValTree(Tree):
 
 
 def random_box(height, width):
-    """(top, left, height, width) of a crop of an image, drawn by torchvision: 8 to 100% of it, 3:4 to 4:3."""
+    """A random crop (top, left, height, width), drawn by torchvision: 8 to 100% of the area, aspect 3:4 to 4:3."""
     return RandomResizedCrop.get_params(torch.empty(3, height, width, device="meta"), (0.08, 1), (3 / 4, 4 / 3))
 
 
 def resize(image, height, width):
-    """uint8 [3, h, w] as uint8 [3, height, width], bilinear and antialiased, as Pillow does up to two grey levels."""
+    """Resize uint8 [3, h, w] to [3, height, width], bilinear and antialiased; within two grey levels of Pillow."""
     return F.interpolate(image.unsqueeze(0), size=(height, width), mode="bilinear", antialias=True)[0]
 
 
 class BrokenImage(ValueError):
-    """A file of a tree of images that cannot be decoded."""
+    """A file that cannot be decoded."""
 
 
 def open_image(path):
-    """The image of a file as a PIL image in RGB; raises BrokenImage."""
+    """Return the PIL image of a file, in RGB; raises BrokenImage."""
     try:
         with Image.open(path) as image:
             image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+        return image if image.mode == "RGB" else image.convert("RGB")  # convert() always copies
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise BrokenImage(f"{path} is not an image that can be read: delete it, or fetch it again") from error
 
 
 def pillow(path, box_of):
-    """The part of an image that `box_of` (its height, its width) names, as uint8 [3, height, width].
+    """Crop the image in the file `path` to box_of(height, width), as uint8 [3, height, width].
 
-    Pillow decodes all of it. Raises BrokenImage.
+    Pillow decodes the whole image. Raises BrokenImage.
     """
     image = open_image(path)
     top, left, height, width = box_of(image.height, image.width)
@@ -153,28 +149,28 @@ def pillow(path, box_of):
 
 
 def nvimgcodec():
-    """A function like `pillow`, by NVIDIA's nvImageCodec: of a JPEG, libjpeg-turbo decodes only the part."""
+    """Return a function like `pillow` that uses NVIDIA's nvImageCodec: libjpeg-turbo then decodes only the crop."""
     from nvidia import nvimgcodec as codec  # pip install "nvidia-nvimgcodec-cu13[all]"
 
     @functools.cache
     def decoder():
-        """Made in the worker, as it has a thread of its own."""
+        """Created in the worker process, as it has a thread, which a fork loses."""
         return codec.Decoder(device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1,
                              backends=[codec.Backend(codec.CPU_ONLY)])
 
-    params = codec.DecodeParams(apply_exif_orientation=False)  # as Pillow
+    params = codec.DecodeParams(apply_exif_orientation=False)  # like Pillow
 
     def crop(path, box_of):
         content = Path(path).read_bytes()
         if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
-            return pillow(path, box_of)  # which reads PNG as well (there is one in ImageNet) and notices a cut file
+            return pillow(path, box_of)  # it also reads PNG (ImageNet has one), and notices a truncated file
         try:
             stream = codec.CodeStream(content)
             top, left, height, width = box_of(stream.height, stream.width)
             region = codec.Region(top, left, top + height, left + width)
             pixels = decoder().decode(stream.get_sub_code_stream(region=region), params=params)
             return torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)
-        except (RuntimeError, TypeError) as error:  # it gives None for what it cannot decode
+        except (RuntimeError, TypeError) as error:  # decode() returns None for what it cannot decode
             raise BrokenImage(f"{path} is not an image that can be read: delete it, or fetch it again") from error
 
     return crop
@@ -184,25 +180,25 @@ LOADERS = {"pillow": lambda: pillow, "nvimgcodec": nvimgcodec}
 
 
 def image_tree(folder):
-    """Two torchvision ImageFolders: `folder`/train/<class>/*.JPEG and `folder`/val/...
+    """Return two torchvision ImageFolders: `folder`/train/<class>/*.JPEG and `folder`/val/<class>/*.JPEG.
 
-    Fails, naming the path, where a class is empty or is not in both.
+    Fails, and names the path, if a class is empty or missing in one of them.
     """
     trees = []
     for path in (Path(folder, "train"), Path(folder, "val")):
         if not path.is_dir():
-            fail(f"{path} is not there: --data-dir takes a folder with train/<class>/*.JPEG and val/<class>/*.JPEG "
+            fail(f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and val/<class>/*.JPEG "
                  "(ImageNet: https://image-net.org/download); or train with --synthetic")
         try:
             trees.append(ImageFolder(path))
         except OSError as error:
             if any(path.glob("*.JPEG")):
-                fail(f"{path} has its images in one folder, as the archive has them: sort them by class, with "
+                fail(f"{path} has all images in one folder, as in the archive: sort them by class, with "
                      "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh")
-            fail(f"{path}: {str(error).splitlines()[0]}: it takes a folder for each class, with its images in it")
+            fail(f"{path}: {str(error).splitlines()[0]}: it needs a folder of images for each class")
     if only := set(trees[0].classes) ^ set(trees[1].classes):
         one = min(only)
         here, there = ("train", "val") if one in trees[0].classes else ("val", "train")
-        fail(f"{Path(folder, there, one)} is not there, and {Path(folder, here, one)} is: the labels of the two would "
-             f"differ ({len(only)} such classes)")
+        fail(f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: the labels would differ "
+             f"({len(only)} such classes)")
     return trees

@@ -1,4 +1,4 @@
-"""Any of torchvision's models for classification, and the flags of the recipes that train them."""
+"""All of torchvision's classification models, and the flags of ImageNet's recipes."""
 
 import argparse
 import difflib
@@ -11,16 +11,16 @@ from common.metrics import format_metrics
 from common.models import MODELS as SMALL
 from common.processes import fail
 
-# Without BatchNorm a rate of 0.1 diverges; torchvision's own recipes train these with 0.01, or with another optimizer
+# These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another optimizer
 WITHOUT_BATCH_NORM = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
-# For a batch of 256. ConvNet and LeNet are to try things out, on images of any size
+# The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any size
 LRS = {"resnet50": 0.1, "convnet": 0.02, "lenet": 0.02, **{
     name: 0.01 if name.startswith(WITHOUT_BATCH_NORM) and not name.endswith("_bn") else 0.1
     for name in torchvision_models.list_models(module=torchvision_models)}}
 
 
 def known(name):
-    """An argparse type: a name in LRS; a wrong one is answered with the nearest."""
+    """An argparse type: a name in LRS; for a wrong one it suggests the nearest."""
     if name not in LRS:
         near = difflib.get_close_matches(name, LRS) or ["resnet50"]
         raise argparse.ArgumentTypeError(f"there is no {name}; did you mean {' or '.join(near)}?")
@@ -28,37 +28,37 @@ def known(name):
 
 
 def add_flags(p):
-    """Give the parser `p` what the recipes of ImageNet have beside the others' flags, and other defaults."""
+    """Add the flags of training to the parser `p`, with ImageNet's defaults and ImageNet's own flags."""
     flags.add_training(p, LRS, epochs=90, batch_size=256, test_batch_size=256, model=known)
     flags.add_sgd(p, weight_decay=1e-4, warmup_epochs=5)
     add = p.add_argument_group("ImageNet").add_argument
     add("--label-smoothing", type=flags.number(float, 0, high=1), default=0.1, metavar="SHARE",
-        help="the share of the target that all classes have in common")
+        help="share of the target that is spread over all classes (default: %(default)s)")
     add("--accumulate", type=flags.COUNT, default=1, metavar="N",
-        help="batches in a step: -b 64 --accumulate 4 trains as -b 256, in less memory")
-    add("--channels-last", action="store_true", help="NHWC in memory, which tensor cores want")
+        help="batches per step: -b 64 --accumulate 4 trains like -b 256, in less memory (default: %(default)s)")
+    add("--channels-last", action="store_true", help="store images and weights as NHWC, for tensor cores")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--evaluate", action="store_true", help="only evaluate what --resume names")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint that --resume names")
 
 
 def build(args, device, classes):
-    """The model that --model names on `device`, for images [batch, 3, --image-size, --image-size]."""
+    """Return the model that --model names, on `device`, for images [batch, 3, --image-size, --image-size]."""
     if args.evaluate and not args.resume:
-        fail("--evaluate: of which checkpoint? --resume FILE, or --resume auto with --log-dir of a run")
+        fail("--evaluate needs a checkpoint: --resume FILE, or --resume auto with the --log-dir of a run")
     if getattr(args, "sync_bn", False) and device.type == "cpu":
-        fail("--sync-bn: the BatchNorm that adds over processes works on GPUs only")
+        fail("--sync-bn: BatchNorm over all processes works on GPUs only")
     if args.model in SMALL:
         model = SMALL[args.model](3, args.image_size, classes)
     else:
         model = _torchvision_model(args.model, args.image_size, classes)
     if args.compile:
-        model.compile()  # in place: a checkpoint has the names that it has without
+        model.compile()  # in place: the names in a checkpoint stay the same
     return model.to(device)
 
 
 def _torchvision_model(name, size, classes):
-    """One that takes images of that size; some want at least 75 pixels, or a multiple of 16."""
-    options = {"googlenet": {"aux_logits": False, "init_weights": True},  # one output in training as well
+    """Build it, and try it on an image of that size: some need at least 75 pixels, or a multiple of 16."""
+    options = {"googlenet": {"aux_logits": False, "init_weights": True},  # one output, also in training
                "inception_v3": {"aux_logits": False, "init_weights": True}}.get(name, {})
     if name.startswith("vit_"):
         options["image_size"] = size
@@ -73,13 +73,13 @@ def _torchvision_model(name, size, classes):
 
 
 def report(run, val):
-    """Print, on rank 0, what an evaluation alone (--evaluate) gave: `val` is a result of Metrics.average."""
+    """Print, on rank 0, the result of --evaluate; `val` is a result of Metrics.average."""
     if run.rank == 0:
         print(f"{val['images']:,} images of val: {format_metrics(val)} | {val['images_per_sec']:,.0f} images/s")
 
 
 def decay_groups(model, weight_decay):
-    """The parameters of `model` for an optimizer: weight decay on all but BatchNorm's and biases.
+    """Return the parameters of `model` in two groups: BatchNorm and biases have no weight decay.
 
     Source: He et al. 2018, arXiv:1812.01187, section 3.1.
     """
@@ -88,7 +88,7 @@ def decay_groups(model, weight_decay):
 
 
 def replace_batch_norm(model, kind):
-    """`model` with each BatchNorm layer replaced by one of class `kind`, which takes the same arguments and weights."""
+    """Replace each BatchNorm layer of `model`, in place, by one of class `kind` with the same arguments and weights."""
     for name, part in model.named_children():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             layer = kind(part.num_features, part.eps, part.momentum, part.affine, part.track_running_stats)

@@ -58,7 +58,7 @@ def test_real_images_and_a_warning(real_data):
 
 
 def test_wrong_inputs(tmp_path):
-    for flags, complaint in (("--dataset imagenet --data-dir none", "none/train is not there"),
+    for flags, complaint in (("--dataset imagenet --data-dir none", "none/train is missing"),
                              ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
                              ("--synthetic 100", "do not fill one batch of 128"),
                              ("--recipe none.py", "there is no such file"),

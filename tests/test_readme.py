@@ -183,7 +183,7 @@ class Reader:
         else:
             output = self.run(command)
         assert len(re.findall(rf"[|:] world size {world_size(command)}\b", output)) == 1, output
-        assert re.search(r"epoch \d/|nothing left to do for --epochs|doctor: all is well|images of val: ", output), output
+        assert re.search(r"epoch \d/|nothing left to do for|doctor: all is well|images of val: ", output), output
 
     def run(self, command, status=0):
         return run(command, self.folder, status, **self.environment)
