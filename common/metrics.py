@@ -34,4 +34,4 @@ class Metrics:
 
 def format_metrics(average):
     top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
-    return f"loss {average['loss']:.4f} accuracy {average['accuracy']:.2%}{top5}"
+    return f"loss {average['loss']:.4f} acc {average['accuracy']:.2%}{top5}"

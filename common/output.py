@@ -41,7 +41,8 @@ class Output:
         elif args.resume:
             print(f"no checkpoint in {self.checkpoint_dir} yet: starting from the beginning")
         if self.writes:
-            print(f"results.json and TensorBoard in {self.log_dir}, checkpoints in {self.checkpoint_dir}", flush=True)
+            folders = dict.fromkeys((str(self.log_dir), str(self.checkpoint_dir)))
+            print(f"results, TensorBoard events and checkpoints in {' and '.join(folders)}", flush=True)
         if args.profile and self.writes:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs, on a CPU even an error
             self.trace = path = str(self.log_dir / f"trace-epoch-{run.epoch + 1:04d}.json.gz")
@@ -71,12 +72,11 @@ class Output:
         if self.profiler:
             self.profiler.stop()  # a shorter epoch has its trace written here
             self.profiler = None
-            print(f"--profile: open {self.trace} in https://ui.perfetto.dev" if os.path.exists(self.trace) else
-                  "--profile: no trace, as this epoch has fewer than 7 steps")
+            print(f"--profile: {self.trace if os.path.exists(self.trace) else 'no trace of fewer than 7 steps'}")
         train, val = last["train"], last["val"]
         print(f"epoch {last['epoch']}/{self.args.epochs}: train {format_metrics(train)} | val {format_metrics(val)} | "
               f"{train['images_per_sec']:,.0f} images/s | {train['seconds'] + val['seconds']:.1f} s | "
-              f"{train['data_wait']:.0%} waiting for data", flush=True)
+              f"{train['data_wait']:.0%} data wait", flush=True)
         try:
             if self.writes:
                 self._write_scalars(last)

@@ -96,8 +96,8 @@ class Run:
 
     def _check_finite(self, loss):
         if not math.isfinite(loss):
-            fail(f"the loss is not finite (epoch {self.epoch + 1}, by sample {self.samples}); the last checkpoint "
-                 "is from before: lower --lr, or check the data", status=1)
+            fail(f"the loss is not finite (epoch {self.epoch + 1}, sample {self.samples}); the last checkpoint is from "
+                 "before that: lower --lr, or check the data", status=1)
 
     def end_epoch(self, train, val):
         """Advance the position to the next epoch; `train` and `val` are the results of Metrics.average for this one."""

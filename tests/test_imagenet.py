@@ -245,7 +245,7 @@ def test_evaluate(strategy, learned, cifar_tree, tmp_path):
     output = run(f"{command} --data-dir {cifar_tree} --arch convnet --image-size 32 --device cpu -j 1 "
                  f"--evaluate --resume {learned}/last.pt", cwd=tmp_path)
     val = figures(learned)
-    assert f"1,000 images of val: loss {val['loss']:.4f} accuracy {val['accuracy']:.2%} top-5 {val['top5']:.2%} | " \
+    assert f"1,000 images of val: loss {val['loss']:.4f} acc {val['accuracy']:.2%} top-5 {val['top5']:.2%} | " \
         in output
     assert not list(tmp_path.iterdir()), "it writes no files"
 
