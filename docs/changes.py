@@ -23,9 +23,9 @@ PAIRS = {
 HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist/ -->
 # What changes, line by line
 
-From one recipe to the next, with the reason that stands behind each line: new lines with their number, ~~struck~~ the
-line that goes. Docstrings and imports are left out. The recipes of CIFAR-10 and ImageNet differ in the same lines; the
-last have a few more, for flags that only they know. [strategies.md](strategies.md) says what each strategy does.
+All changed lines from one recipe to the next, each with its reason. New lines have their line number; removed lines are
+~~struck out~~. Docstrings and imports are left out. The recipes of CIFAR-10 and ImageNet differ in the same lines;
+ImageNet's have a few more, for their own flags. [strategies.md](strategies.md) says what each strategy does.
 """
 
 

@@ -31,7 +31,7 @@ PROGRAMS = ("apt-get|cp|diff|export|horovodrun|ip|kill|make|mkdir|mpirun|pip|py-
 COMMAND = re.compile(rf"(\w+=\S+ )*({PROGRAMS}) .+")
 # A block of code, a heading, an indented line, or what is between backquotes
 PART = re.compile(r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL)
-ERRORS = "When something goes wrong", "What it says"  # headings of tables that begin with what is printed
+ERRORS = "When something goes wrong", "Error messages"  # headings of tables that begin with what is printed
 # What is not run here, and why
 ELSEWHERE = {
     # tests/test_slurm.py and test_cluster_faults.py have these, on their cluster of two nodes
