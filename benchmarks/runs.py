@@ -1,4 +1,4 @@
-"""Start recipes as a user does and read what they measured: what the benchmarks that compare recipes have in common."""
+"""Start recipes as a user does, and read their results: shared by the benchmarks that compare recipes."""
 
 import contextlib
 import datetime
@@ -24,7 +24,7 @@ from benchmarks import machine
 from common import flags
 from common.processes import fail
 
-WIDE = 0.1  # a spread (largest - smallest, over the median) from which on a table marks a figure
+WIDE = 0.1  # tables mark figures with a larger spread: (largest - smallest) / median
 TITLES = {"single": "one process", "independent": "independent processes",
           "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "hvd_gloo": "Horovod, Gloo",
           "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
@@ -32,8 +32,8 @@ COLORS = dict(zip(TITLES, ("#444444", "#999999", "#56b4e9", "#0072b2", "#d55e00"
                   strict=True))
 
 
-def command(strategy, processes, folder):
-    """What starts the recipe of `folder` that stands for `strategy`, on so many processes of this machine."""
+def command(strategy: str, processes: int, folder: Path) -> str:
+    """The command line that starts the recipe for `strategy` in `folder`, with that many processes."""
     return {
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
@@ -44,10 +44,10 @@ def command(strategy, processes, folder):
     }[strategy]
 
 
-def available():
+def available() -> list[str]:
     """The strategies that this machine can run."""
     there = ["single", "independent", "ddp_spawn", "ddp_launch"]
-    with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):  # it prints what it lacks
+    with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):  # Horovod prints what it lacks
         import horovod.torch as hvd
 
         there += ["hvd_gloo"] * bool(hvd.gloo_built()) + ["hvd_mpi"] * bool(hvd.mpi_built() and shutil.which("mpirun"))
@@ -55,20 +55,20 @@ def available():
     return there
 
 
-def start(line, threads, stdout=None):
-    """Start a command line with `threads` threads per process; what it prints is kept, or goes to `stdout`."""
+def start(line: str, threads: int, stdout=None) -> subprocess.Popen:
+    """Start a command line with `threads` threads per process; its output is kept, or goes to the file `stdout`."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads),
                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it is read when the command has ended
+    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `finish` reads it
     process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=stdout or printed, stderr=printed,
                                env=environment)
     process.printed = printed
     return process
 
 
-def finish(process):
-    """Wait for what `start` started; end with one line where it failed."""
+def finish(process: subprocess.Popen) -> None:
+    """Wait for a process that `start` returned; exit with one line if it failed."""
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -81,12 +81,12 @@ def finish(process):
         fail(f"{' '.join(process.args)} ended with status {status} ({' '.join(last)[:300]})", status=1)
 
 
-def measure(setting, threads, options="", profile=False):
-    """Run the recipe of a `setting` once; returns its figures.
+def measure(setting: dict, threads: int, options: str = "", profile: bool = False) -> dict:
+    """Run the recipe of a `setting` once, and return its figures.
 
     A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per epoch), epochs. The
-    figures are images_per_sec in training, the median over all epochs but the first one, global_batch, and with
-    `profile` the parts of a step in seconds.
+    figures are images_per_sec in training (the median over all epochs but the first), global_batch, and with `profile`
+    the parts of a step in seconds.
     """
     processes, dataset = setting["processes"], setting["dataset"]
     alone = setting["strategy"] == "independent"
@@ -106,19 +106,18 @@ def measure(setting, threads, options="", profile=False):
             "global_batch": setting["batch"] * results[0]["world_size"]}
 
 
-def parts(trace):
-    """The parts of a step in seconds, the median over the steps of a trace that --profile wrote on the CPU.
+def parts(trace: Path) -> dict[str, float]:
+    """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a CPU.
 
-    data goes from the first index_select, which slices the images, to zero_grad; forward from there to the first
-    operation of backward; communication is what is not hidden behind backward: from its last operation to the
-    optimizer's own step; other is the rest: metrics, and what the ranks tell each other at times. On a GPU these would
-    be times of the host.
+    data: from the first index_select, which slices the images, to zero_grad. forward: from there to the first operation
+    of backward. communication: what backward does not hide, from its last operation to the optimizer's own step.
+    other: the rest, such as metrics and the ranks' agreement. (On a GPU these would be times of the host.)
     """
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
               if event.get("ph") == "X"]
 
     def within(name, start, end):
-        """The (start, end) of the events whose names begin so, and which begin between the two."""
+        """The (start, end) of the events that have this prefix and start in this interval."""
         return sorted((e["ts"], e["ts"] + e["dur"]) for e in events
                       if e["name"].startswith(name) and start <= e["ts"] < end)
 
@@ -126,10 +125,10 @@ def parts(trace):
     for start, end in within("ProfilerStep#", 0, math.inf):
         backward = within("autograd::engine::evaluate_function", start, end)
         if not backward:
-            continue  # the profiler begins a step after the last one
+            continue  # the profiler starts one step more
         zero_grad, _ = within("Optimizer.zero_grad", start, end)[0]
         first, last = backward[0][0], max(end for _, end in backward)
-        optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's own step is around it
+        optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's step contains it
         split = {"data": zero_grad - within("aten::index_select", start, zero_grad)[0][0],
                  "forward": first - zero_grad, "backward": last - first, "communication": optimizer[0] - last,
                  "optimizer": optimizer[1] - optimizer[0]}
@@ -137,18 +136,18 @@ def parts(trace):
     return {name: statistics.median(split[name] for split in found) / 1e6 for name in found[0]}
 
 
-def marked(values, form="{:,.0f}"):
-    """The median of `values` in a table's cell, with what tells the reader that their spread is wide."""
+def marked(values: list[float], form: str = "{:,.0f}") -> str:
+    """The median of `values` for a table's cell, with a mark if their spread is wide."""
     median = statistics.median(values)
     spread = (max(values) - min(values)) / median
     return form.format(median) + (f" (!{spread:.0%})" if spread > WIDE else "")
 
 
-MARK = f"(!15%) marks a figure whose repetitions lie further apart than {WIDE:.0%} of their median, and how far."
+MARK = f"(!15%) marks a figure whose repetitions differ by more than {WIDE:.0%} of their median, here by 15%."
 
 
-def about(arguments):
-    """What a result begins with: how, on what and when it was measured."""
+def about(arguments) -> dict:
+    """How, on what hardware and when a result was measured."""
     count = torch.cuda.device_count()
     gpus = f"{count} x {machine.hardware(torch.device('cuda', 0))}" if count else "no GPU"
     return {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
@@ -156,32 +155,32 @@ def about(arguments):
             "threads": arguments.threads, "versions": machine.versions(), "date": str(datetime.date.today())}
 
 
-def heading(result):
-    """The same, as the line that stands under a table."""
+def heading(result: dict) -> str:
+    """The same, as a line for a page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (f"`{result['command']}`; {result['hardware']}, {result['threads']} thread(s) per process; {versions}; "
             f"{result['date']}.")
 
 
-def table(names, rows, left=1):
-    """A Markdown table: the first `left` columns to the left, the others to the right."""
+def table(names: list[str], rows: list, left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are aligned left, the others right."""
     lines = [names, [*(["---"] * left), *(["---:"] * (len(names) - left))], *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def parser(doc, repeats):
-    """The flags that all of them have."""
+def parser(doc: str, repeats: int) -> flags.Parser:
+    """The flags of all these benchmarks."""
     p = flags.Parser(doc)
     p.add_argument("--repeats", type=flags.COUNT, default=repeats, metavar="N",
-                   help="how often each run is made; they alternate")
-    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads of a process on the CPU")
+                   help="repetitions of each run; they alternate (default: %(default)s)")
+    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads per process, on the CPU (default: %(default)s)")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
-                   help="auto: a GPU for each process, where there are several")
-    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go")
+                   help="auto: one GPU per process, if there are several")
+    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder for the results (default: benchmarks/results)")
     return p
 
 
-def save(arguments, name, result, markdown):
+def save(arguments, name: str, result: dict, markdown: str) -> None:
     """Write NAME.json and NAME.md."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -189,8 +188,8 @@ def save(arguments, name, result, markdown):
     print(markdown)
 
 
-def figure(columns, width=6, height=4):
-    """A matplotlib figure with so many axes side by side, in the manner of all plots here."""
+def figure(columns: int, width: float = 6, height: float = 4) -> tuple:
+    """(figure, axes [1, columns]) of matplotlib, in the style of all plots here."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -202,5 +201,6 @@ def figure(columns, width=6, height=4):
     return plt.subplots(1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False)
 
 
-def save_figure(fig, arguments, name):
+def save_figure(fig, arguments, name: str) -> None:
+    """Write NAME.svg."""
     fig.savefig(arguments.out / f"{name}.svg", metadata={"Date": None}, facecolor="white")

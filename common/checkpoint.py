@@ -23,7 +23,7 @@ class CorruptCheckpoint(Exception):
     """The file is damaged, or is not a checkpoint."""
 
 
-def write(path, content):
+def write(path: Path, content: bytes | memoryview) -> None:
     """Replace the file `path` by the bytes `content` atomically: a crash leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -42,7 +42,7 @@ def write(path, content):
     os.close(folder)
 
 
-def save(folder, checkpoint, best):
+def save(folder: Path, checkpoint: dict, best: bool) -> None:
     """Save the dict `checkpoint` as last.pt in the Path `folder`, and also as best.pt if it is the `best`."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **checkpoint}, buffer)
@@ -50,7 +50,7 @@ def save(folder, checkpoint, best):
         write(folder / name, buffer.getbuffer())
 
 
-def read(path):
+def read(path: Path) -> tuple[dict, int]:
     """Return (the dict in the file `path`, a fingerprint of the file); raises OSError or CorruptCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -65,7 +65,7 @@ def read(path):
         raise CorruptCheckpoint(f"it is damaged, or no checkpoint ({type(error).__name__})") from error
 
 
-def find(resume, folder):
+def find(resume: str, folder: str | None) -> tuple[Path | None, dict, int, list]:
     """Find the checkpoint that --resume means: (path or None, dict, fingerprint, [(damaged file, reason)])."""
     damaged, auto = [], resume == "auto"
     if auto and folder is None:
@@ -82,11 +82,8 @@ def find(resume, folder):
     return None, {}, -1, []
 
 
-def load(saved, state, args, rate):
-    """Load the dict `saved` into the objects of the dict `state`; return its epoch, samples, sums and history.
-
-    Fails if it does not fit the run of `args`, or a scheduler and `rate`, a dict of global_batch, scaled lr and epochs.
-    """
+def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | None, list]:
+    """Load `saved` into the objects of `state`, and return its position and history; fails if it is of another run."""
     own, there, name, only_model = vars(args), saved.get("arguments"), "arguments", getattr(args, "evaluate", False)
     try:
         if saved["format"] != FORMAT:
@@ -107,7 +104,7 @@ def load(saved, state, args, rate):
         return fail(f"--resume {args.resume}: its {name} does not fit this run ({' '.join(str(error).split())[:200]})")
 
 
-def refuse_unreadable(state, args):
+def refuse_unreadable(state: dict, args) -> None:
     """Fail at the start if a checkpoint of this run could not be read: a scheduler or flag may hold any object."""
     small = {name: part.state_dict() for name, part in state.items()
              if not isinstance(part, torch.nn.Module | torch.optim.Optimizer)}

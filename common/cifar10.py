@@ -15,7 +15,7 @@ FILES = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{k}" for k in
 MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images in 0..1, per channel
 
 
-def load(args):
+def load(args) -> tuple[ImageTensor, ImageTensor]:
     """CIFAR-10 [3, 32, 32] as two ImageTensors: training (50,000 images, cropped and mirrored) and validation (10,000).
 
     Fails if the files are missing or damaged. Source: A. Krizhevsky, 2009.
@@ -65,7 +65,7 @@ class RandomCropFlip(ImageTensor):
     The crops are a function of seed, epoch and index: the same on any number of processes, and after a resume.
     """
 
-    def __init__(self, images, labels, mean_std, seed, padding=4):
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean_std: tuple, seed: int, padding: int = 4):
         super().__init__(images, labels, mean_std)
         self.seed, self.padding = seed, padding
 
@@ -90,7 +90,7 @@ class RandomCropFlip(ImageTensor):
             yield self.windows.index_select(0, start[batch]), self.labels.index_select(0, batch)
 
 
-def resnet18(channels, size, classes=10):
+def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:
     """torchvision's ResNet-18 with the stem for small images (He et al. 2015, section 4.2): 3x3, no max-pooling."""
     from torchvision.models import resnet18  # here, as the other models do not need it
 

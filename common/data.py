@@ -15,21 +15,21 @@ class EpochSampler:
     The samples that do not fill a global batch are left out until the next epoch.
     """
 
-    def __init__(self, length, batch_size, seed, rank=0, world_size=1):
+    def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
         self.length, self.seed, self.rank, self.world_size = length, seed, rank, world_size
         self.global_batch = batch_size * world_size
         if length < self.global_batch:
             fail(f"{length} training images do not fill one batch of {batch_size} on each of {world_size} processes")
         self.set_epoch(0)
 
-    def set_epoch(self, epoch, start=0):
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Begin epoch `epoch` (from 0); a resumed run has already used `start` samples of it, over all ranks."""
         self.epoch, self.start = epoch, start
 
-    def __len__(self):
+    def __len__(self) -> int:
         return (self.length - self.start) // self.global_batch * self.global_batch // self.world_size
 
-    def indices(self):
+    def indices(self) -> torch.Tensor:
         """int64 [len(self)]: the samples that this rank reads in this epoch, in order."""
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)))  # the same on each rank
         order = torch.randperm(self.length, generator=generator)[self.start:]
@@ -42,16 +42,16 @@ class ImageTensor(Dataset):
     `mean_std` are the mean and the standard deviation per channel, of images scaled to 0..1.
     """
 
-    def __init__(self, images, labels, mean_std):
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean_std: tuple):
         self.images, self.labels, self.mean_std = images, labels, mean_std
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device):
+    def to(self, device: torch.device) -> None:
         self.images, self.labels = self.images.to(device), self.labels.to(device)
 
-    def batches(self, indices, batch_size, epoch):
+    def batches(self, indices: torch.Tensor, batch_size: int, epoch: int):
         """Yield the images and labels at `indices` (int64, on any device), `batch_size` at a time."""
         for batch in indices.to(self.labels.device).split(batch_size):
             yield self.images.index_select(0, batch), self.labels.index_select(0, batch)
@@ -65,7 +65,8 @@ class DataObject:
     0..1 and normalised with the dataset's `mean_std`; float images are used as they are.
     """
 
-    def __init__(self, dataset, sampler, batch_size, device, workers=0, memory_format=torch.contiguous_format):
+    def __init__(self, dataset: Dataset, sampler: EpochSampler | range, batch_size: int, device: torch.device,
+                 workers: int = 0, memory_format: torch.memory_format = torch.contiguous_format):
         self.dataset, self.sampler, self.batch_size, self.device = dataset, sampler, batch_size, device
         self.memory_format, self.waited = memory_format, 0.0  # seconds that the last pass waited for data
         if isinstance(dataset, ImageTensor):
@@ -78,10 +79,10 @@ class DataObject:
         mean, std = torch.tensor(getattr(dataset, "mean_std", ((0.5,), (0.5,))), device=device).view(2, 1, -1, 1, 1)
         self.scale, self.shift = 1 / (255 * std), -mean / std
 
-    def __len__(self):
+    def __len__(self) -> int:
         return -(-len(self.sampler) // self.batch_size)
 
-    def indices(self):
+    def indices(self) -> torch.Tensor:
         """int64 [samples]: the samples that this rank reads in the next pass, in order."""
         share = self.sampler
         return torch.arange(share.start, share.stop, share.step) if isinstance(share, range) else share.indices()

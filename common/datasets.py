@@ -19,7 +19,7 @@ MNIST_FILES = [f"MNIST/raw/{name}-ubyte" for name in
 MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1
 
 
-def mnist(args):
+def mnist(args) -> list[ImageTensor]:
     """MNIST [1, 28, 28] (LeCun, Cortes, Burges): ImageTensors for training (60,000 images) and validation (10,000)."""
     if args.synthetic:
         return synthetic(args, 1, 28, MNIST_MEAN_STD)
@@ -33,7 +33,7 @@ def mnist(args):
         read_image_file(images).unsqueeze(1), read_label_file(labels))) for images, labels in (names[:2], names[2:])]
 
 
-def synthetic(args, channels, size, mean_std):
+def synthetic(args, channels: int, size: int, mean_std: tuple) -> list[ImageTensor]:
     """ImageTensors of generated images: each class is a smooth random pattern, under noise twice as strong."""
     patterns = torch.randn(10, channels, 7, 7, generator=torch.Generator().manual_seed(args.seed))
     patterns, sets = F.interpolate(patterns, size=(size, size), mode="bilinear"), []
@@ -46,7 +46,7 @@ def synthetic(args, channels, size, mean_std):
     return sets
 
 
-def download(folder, files, fetch):
+def download(folder: Path, files: list[str], fetch) -> None:
     """Download those of `files` that `folder` lacks; `fetch(to)` downloads all of them to the folder `to`.
 
     Every process calls it before it joins the process group: one downloads, under a file lock; the others wait for it.
@@ -72,7 +72,7 @@ def download(folder, files, fetch):
              "there, or train on generated images with --synthetic")
 
 
-def checked(path, shape, mean_std, read):
+def checked(path: str | Path, shape: tuple, mean_std: tuple, read) -> ImageTensor:
     """An ImageTensor of the (images, labels) that `read()` returns; fails if the files (`path`, ...) are damaged."""
     try:
         images, labels = read()

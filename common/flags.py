@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
     lrs = None  # the default of --lr for each --model
 
-    def __init__(self, doc):
+    def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists the flags)")
 
 
-def number(kind, low, above=False, high=math.inf):
+def number(kind: type, low: float, above: bool = False, high: float = math.inf):
     """An argparse type: a finite `kind` (int or float), at least (or `above`) `low` and at most `high`."""
     def convert(text):
         value = kind(text)
@@ -47,7 +47,7 @@ COUNT, POSITIVE, SHARE = number(int, 1), number(float, 0, above=True), number(fl
 DEFAULT = " (default: %(default)s)"
 
 
-def parser(doc, dataset):
+def parser(doc: str, dataset: str) -> Parser:
     """The parser of a recipe with docstring `doc`: the flags for the device and the output."""
     p = Parser(doc)
     p.set_defaults(dataset=dataset)
@@ -69,7 +69,7 @@ def parser(doc, dataset):
     return p
 
 
-def add_data(p):
+def add_data(p: Parser) -> None:
     """The flags of the data sets of this repository."""
     add = p.add_argument_group("data").add_argument
     add("--data-dir", default="data", metavar="DIR", help="folder of the data set, downloaded if missing" + DEFAULT)
@@ -77,7 +77,7 @@ def add_data(p):
         help="train on generated images (10000 if no number is given), and validate on a fifth as many")
 
 
-def add_training(p, lrs, epochs, batch_size, test_batch_size=1000, model=str):
+def add_training(p: Parser, lrs: dict, epochs: int, batch_size: int, test_batch_size=1000, model=str):
     """The flags of training; `lrs` maps each model, the default first, to its --lr; `model` is the type of --model."""
     p.lrs, names, few = lrs, list(lrs), ", ".join(f"{lr:g} for {name}" for name, lr in list(lrs.items())[:4])
     add = p.add_argument_group("training").add_argument
@@ -91,7 +91,7 @@ def add_training(p, lrs, epochs, batch_size, test_batch_size=1000, model=str):
     add("--seed", type=number(int, 0, high=2**32 - 1), default=0, help="for weights, data and dropout" + DEFAULT)
 
 
-def add_sgd(p, weight_decay, warmup_epochs=1):
+def add_sgd(p: Parser, weight_decay: float, warmup_epochs: float = 1) -> None:
     """The flags of SGD and its schedule; a copied recipe may have others."""
     add = p.add_argument_group("SGD").add_argument
     add("--warmup-epochs", type=SHARE, default=warmup_epochs, metavar="N", help="until the scaled --lr" + DEFAULT)
@@ -99,7 +99,7 @@ def add_sgd(p, weight_decay, warmup_epochs=1):
     add("--weight-decay", "--wd", type=SHARE, default=weight_decay, metavar="WD", help=DEFAULT)
 
 
-def pick_device(args, local_rank=0, local_world_size=1):
+def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """The torch.device for process `local_rank` of `local_world_size` on this machine; fails with too few GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus == 0):

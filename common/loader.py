@@ -15,10 +15,10 @@ class Seeded(Dataset):
     Its keys are epoch * N + index, as the loader workers live through all epochs and have to know which one it is.
     """
 
-    def __init__(self, dataset, seed):
+    def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: int) -> tuple:
         seed = hash((self.seed, key))  # hash() of integers is the same in every process
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -33,7 +33,7 @@ class Loader:
     Fails if a sample is not (image tensor of uint8 or float, label as an int).
     """
 
-    def __init__(self, dataset, seed, workers, pin_memory):
+    def __init__(self, dataset: Dataset, seed: int, workers: int, pin_memory: bool):
         self.length, self.keys = len(dataset), []  # the keys of each batch of a pass
         seeded = Seeded(dataset, seed)
         check_sample(type(dataset).__name__, seeded[0])
@@ -44,13 +44,13 @@ class Loader:
         # autograd, which training starts, create or delete their Python state: one in 400, on two busy cores.
         iter(self.loader)
 
-    def batches(self, indices, batch_size, epoch):
+    def batches(self, indices: torch.Tensor, batch_size: int, epoch: int):
         """Iterate over the images and labels at `indices` (int64), `batch_size` at a time, augmented for `epoch`."""
         self.keys[:] = [batch.tolist() for batch in (epoch * self.length + indices).split(batch_size)]
         return iter(self.loader)
 
 
-def check_sample(name, sample):
+def check_sample(name: str, sample: tuple) -> None:
     image, label = sample if isinstance(sample, tuple | list) and len(sample) == 2 else (sample, None)
     if not isinstance(image, torch.Tensor) or not (image.dtype == torch.uint8 or image.is_floating_point()) or not (
             isinstance(label, int | np.integer) or (isinstance(label, torch.Tensor) and label.dtype == torch.int64)):

@@ -8,11 +8,11 @@ import torch
 class Metrics:
     """float64 `sums` [4] of a pass: loss, correct, images, correct in the top 5; `before`: the sums before a resume."""
 
-    def __init__(self, device, before=None, top5=False):
+    def __init__(self, device: torch.device, before: list[float] | None = None, top5: bool = False):
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.before, self.top5, self.start = before or [0.0] * 4, top5, time.perf_counter()
 
-    def update(self, loss, logits, labels):
+    def update(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add a batch: its mean `loss` [], its `logits` [batch, classes] and its `labels` [batch]."""
         self.sums[0] += loss.detach().double() * len(labels)
         self.sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -20,7 +20,7 @@ class Metrics:
         if self.top5:
             self.sums[3] += (logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum()
 
-    def average(self, waited):
+    def average(self, waited: float) -> dict:
         """A dict: loss (nats), accuracy (0..1), top5 (0..1, if asked for), images, and the speed of this pass.
 
         Call it after `sums` was summed over all ranks. `waited`: the seconds that this rank waited for data.
@@ -32,6 +32,6 @@ class Metrics:
                 "seconds": seconds, "images_per_sec": here[2] / seconds, "data_wait": waited / seconds}
 
 
-def format_metrics(average):
+def format_metrics(average: dict) -> str:
     top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
     return f"loss {average['loss']:.4f} acc {average['accuracy']:.2%}{top5}"

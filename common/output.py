@@ -20,7 +20,7 @@ class Output:
         self.run, self.args, self.writer, self.profiler = run, run.args, None, None
         self.writes = not (run.args.dry_run or getattr(run.args, "evaluate", False))
 
-    def start(self, resumed, saved_by, damaged):
+    def start(self, resumed: Path | None, saved_by: str | None, damaged: list) -> None:
         """Create the folders, and print what runs; `resumed` is the path of a checkpoint, or None."""
         run, args = self.run, self.args
         default = f"runs/{args.dataset}-{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -67,7 +67,7 @@ class Output:
         except OSError as error:
             fail(f"cannot write to {error.filename} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
 
-    def log(self, last):
+    def log(self, last: dict) -> None:
         """Print and write the results of the epoch `last` of the history."""
         if self.profiler:
             self.profiler.stop()  # a shorter epoch has its trace written here

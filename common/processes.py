@@ -16,7 +16,7 @@ RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  
 stop_requested = threading.Event()  # set by SIGUSR1, which a scheduler sends before it stops the job
 
 
-def fail(message, status=2):
+def fail(message: str, status: int = 2):
     """Print one line that says what is wrong and what to do, and exit; status 2 means wrong input."""
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
     if rank:  # usually the input is wrong on all ranks: rank 0 prints first, and its launcher then ends the others
@@ -27,7 +27,7 @@ def fail(message, status=2):
     os._exit(status)  # skips the destructors of the process group, which can hang or abort
 
 
-def install_signal_handlers():
+def install_signal_handlers() -> None:
     """Ctrl-C ends this process at once, SIGUSR1 makes the run save and stop, SIGUSR2 prints the stacks."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would wait for the current collective
@@ -36,7 +36,7 @@ def install_signal_handlers():
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
 
 
-def die_with_parent(*_):
+def die_with_parent(*_) -> None:
     """Let Linux kill this process when its parent dies: a rank that waits in a collective would not notice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
@@ -44,20 +44,20 @@ def die_with_parent(*_):
             os._exit(1)
 
 
-def torchrun_env():
+def torchrun_env() -> tuple[int, int]:
     """Return (LOCAL_RANK, LOCAL_WORLD_SIZE), which torchrun sets."""
     if "LOCAL_RANK" not in os.environ:
         fail(f"LOCAL_RANK is not set: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def share_cores(local_world_size):
+def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share of the machine, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
 
 
-def join(context):
+def join(context: mp.ProcessContext) -> None:
     """Wait for the processes of mp.spawn(..., join=False), forward SIGUSR1, exit with the status of one that failed."""
     def pass_on(number, _):
         for pid in [process.pid for process in context.processes if process.is_alive()]:

@@ -24,7 +24,8 @@ class Run:
     rate, and `all_reduce` sums a tensor over all ranks in place.
     """
 
-    def __init__(self, args, strategy, device, state, lr, rank=0, world_size=1, all_reduce=lambda tensor: None):
+    def __init__(self, args, strategy: str, device: torch.device, state: dict, lr: float, rank: int = 0,
+                 world_size: int = 1, all_reduce = lambda tensor: None):
         if world_size == 1 and {os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} != {"1"}:
             fail("a launcher started several of these, and each would train alone: use ddp_launch.py or hvd.py")
         self.args, self.strategy, self.device, self.state = args, strategy, device, state
@@ -36,7 +37,7 @@ class Run:
         self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: the metrics so far
         self.output = Output(self) if rank == 0 else None
 
-    def resume(self):
+    def resume(self) -> None:
         """Load the checkpoint that --resume names, create the output folders, and print what runs."""
         args, path, saved, damaged = self.args, None, {}, []
         checkpoint.refuse_unreadable(self.state, args)
@@ -72,7 +73,7 @@ class Run:
             yield batch
             faulthandler.dump_traceback_later(self.args.timeout, exit=True, file=sys.__stderr__)
 
-    def step(self, metrics):
+    def step(self, metrics) -> None:
         """Advance the position by one global batch; every --log-interval steps all ranks agree on whether to stop.
 
         Sets `stopping` on all ranks once one of them got SIGUSR1, and `save_due` where the recipe has to save: every
@@ -99,7 +100,7 @@ class Run:
             fail(f"the loss is not finite (epoch {self.epoch + 1}, sample {self.samples}); the last checkpoint is from "
                  "before that: lower --lr, or check the data", status=1)
 
-    def end_epoch(self, train, val):
+    def end_epoch(self, train: dict, val: dict) -> None:
         """Advance the position to the next epoch; `train` and `val` are the results of Metrics.average for this one."""
         self._check_finite(train["loss"] + val["loss"])
         self.epoch, self.samples, self.sums = self.epoch + 1, 0, None
@@ -107,11 +108,11 @@ class Run:
         lr = self.state["optimizer"].param_groups[0]["lr"]
         self.history.append({"epoch": self.epoch, "train": train, "val": val, "lr": lr})
 
-    def log(self):
+    def log(self) -> None:
         """Print the results of the last epoch, and write them to TensorBoard and results.json."""
         self.output.log(self.history[-1])
 
-    def save(self):
+    def save(self) -> None:
         """Save last.pt, and also best.pt after the epoch with the highest validation accuracy so far."""
         if self.args.dry_run:
             return

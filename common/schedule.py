@@ -3,12 +3,12 @@
 import math
 
 
-def lr_factor(args, world_size):
+def lr_factor(args, world_size: int) -> float:
     """The factor for --lr with `world_size` times the batch (Goyal et al. 2017, arXiv:1706.02677)."""
     return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[args.scale_lr]
 
 
-def warmup_cosine(args, lr, epochs_done):
+def warmup_cosine(args, lr: float, epochs_done: float) -> float:
     """The rate after `epochs_done` (float) epochs: linear from --lr to `lr`, then half a cosine to 0 at --epochs."""
     if epochs_done < args.warmup_epochs:
         return args.lr + (lr - args.lr) * epochs_done / args.warmup_epochs
