@@ -173,10 +173,10 @@ def parser(doc: str, repeats: int) -> flags.Parser:
     p = flags.Parser(doc)
     p.add_argument("--repeats", type=flags.COUNT, default=repeats, metavar="N",
                    help="repetitions of each run; they alternate (default: %(default)s)")
-    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads per process, on the CPU (default: %(default)s)")
+    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads per process, on the CPU")
     p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
                    help="auto: one GPU per process, if there are several")
-    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder for the results (default: benchmarks/results)")
+    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder for the results")
     return p
 
 
