@@ -9,7 +9,8 @@ import uuid
 
 import psutil
 import pytest
-from launch import DATASETS, ENVIRONMENT, MARK, ROOT, need
+from launch import ENVIRONMENT, MARK, need
+from recipes import DATASETS, ROOT
 
 
 def need_cluster():

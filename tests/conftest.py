@@ -3,7 +3,8 @@ import sys
 
 import pytest
 from cluster import Cluster, need_cluster
-from launch import ROOT, need
+from launch import need
+from recipes import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
 

@@ -1,9 +1,13 @@
 """Start recipes as a user does, in a shell, and see that they leave no process behind."""
 
-import ast
+import contextlib
+import faulthandler
 import functools
+import io
 import os
+import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,18 +16,14 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
+from recipes import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
-# A recipe has its name in every folder; the other modules of a folder are what its recipes import.
-NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
-RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
 HOROVOD = "Horovod: scripts/install_horovod.sh"
-STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch in each recipe; run.step comes next
 MARK = "RECIPE_TEST"  # in the environment of all that a test starts, so that what it leaves behind is found
 ENVIRONMENT = {  # of what a test starts: MPI runs as root, and yields its core where it waits; this very Python
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -48,21 +48,6 @@ def need_horovod(*launchers):
     if any("mpi" in launcher for launcher in launchers):
         need(shutil.which("mpirun") and "[X] MPI" in horovod_build(),
              f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {HOROVOD}")
-
-
-def small(dataset):
-    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, where their size is free."""
-    return "--image-size 32" if dataset == "imagenet" else ""
-
-
-def name_of(path):
-    return f"{path.parent.name}/{path.name}"
-
-
-def commands(recipe):
-    """The commands in the docstring of a recipe, each an indented line of its own."""
-    docstring = ast.get_docstring(ast.parse(recipe.read_text()), clean=False)
-    return re.findall(r"^    (\S.*)$", docstring, flags=re.MULTILINE)
 
 
 def strategies(processes, folder):
@@ -146,20 +131,21 @@ def run(command, cwd, status=0, timeout=150, **environment):
     return job.output()
 
 
-def changed_copy(to, recipe, line, replacement):
-    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe` replaced."""
-    dataset, name = recipe.split("/")
-    for folder in ("common", dataset):
-        shutil.copytree(ROOT / folder, to / folder)
-    path = to / dataset / name
-    text = path.read_text()
-    assert text.count(line) == 1
-    path.write_text(text.replace(line, replacement))
-    return to / dataset
+def random_seed():
+    """A seed for a random test; the test prints it, and SEED in the environment repeats it."""
+    seed = int(os.environ.get("SEED", random.randrange(2**32)))
+    print(f"SEED={seed}")
+    return seed
 
 
 def checkpoint(folder):
     return torch.load(Path(folder) / "last.pt", weights_only=True)
+
+
+# For `largest_difference` of two runs in float64 (recipes.in_float64). Sums in another order differ in their last bits,
+# and the difference grows with each step, by an amount that depends on the CPU. After the twenty steps of these tests
+# it is below 1e-15 in float64, and 3e-7 in float32.
+TOLERANCE = 1e-12
 
 
 def largest_difference(a, b):
@@ -167,3 +153,61 @@ def largest_difference(a, b):
     assert a.keys() == b.keys()
     assert all(torch.isfinite(tensor).all() for tensor in (*a.values(), *b.values()))
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
+
+
+def assert_same(a, b):
+    """Bit by bit, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    else:
+        assert a == b
+
+
+def everything(folder):
+    """What a user finds there; the lock of a download, which is empty, may stay."""
+    return sorted((path, path.read_bytes()) for path in folder.rglob("*")
+                  if path.is_file() and path.name != ".download.lock")
+
+
+def one_line(shown):
+    lines = shown.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def refused(command, cwd, **environment):
+    """The one line that a command prints before it ends with status 2."""
+    before = everything(cwd)
+    line = one_line(run(command, cwd, status=2, **environment))
+    assert everything(cwd) == before, "a refused run leaves nothing behind"
+    return line
+
+
+def refused_here(command, cwd):
+    """The same of "mnist/single.py --flags", which runs in this process: a tenth of the time."""
+    name, *flags = command.split()
+    before, shown = everything(cwd), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with (mock.patch.object(sys, "argv", [name, *flags]), contextlib.chdir(cwd),
+              mock.patch.object(sys, "path", [str((ROOT / name).parent), *sys.path]),
+              contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown),
+              pytest.raises(SystemExit, match="2")):
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR2)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    line = one_line(shown.getvalue())
+    assert line.startswith(f"{Path(name).name}: ")
+    assert everything(cwd) == before, "a refused run leaves nothing behind"
+    return line

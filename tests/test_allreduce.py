@@ -5,7 +5,8 @@ import re
 import signal
 
 import pytest
-from launch import ROOT, Job, commands, need_horovod, run
+from launch import Job, need_horovod, run
+from recipes import ROOT, commands
 
 SCRIPT = ROOT / "benchmarks" / "allreduce.py"
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launch import random_seed
 
 from common import checkpoint
 
@@ -137,9 +138,7 @@ def folder(tmp_path):
 
 def test_bit_flips(folder):
     """Of 2,000 files with one flipped bit each is refused, or what is read is what was saved; `auto` goes on."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw, newest = random.Random(seed), folder / "last.pt"
+    draw, newest = random.Random(random_seed()), folder / "last.pt"
     whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
     refused = 0
     for _ in range(FLIPS):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from cluster import SlurmJob
-from launch import ROOT, STEP, changed_copy, checkpoint, need_horovod, run
-from test_resume import assert_same
+from launch import assert_same, checkpoint, need_horovod, run
+from recipes import ROOT, STEP, changed_copy
 
 # 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe says where it is.
 IMAGES, INTERVAL = 640, 5

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from launch import RECIPES, ROOT, Job, checkpoint, name_of, need_horovod, run
-from test_siblings import carried
+from launch import Job, checkpoint, need_horovod, run
+from recipes import RECIPES, ROOT, carried, name_of
 
 STARTS = {
     "single.py": "python {}", "dp.py": "python {}", "ddp_spawn.py": "python {} -g 2", "hvd.py":

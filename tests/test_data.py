@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import ROOT, run, strategies
+from launch import run, strategies
+from recipes import ROOT
 from torch.utils.data import Dataset
 from torchvision import transforms
 
@@ -230,7 +231,7 @@ def test_a_dataset_of_something_else_is_refused(sample, capsys):
     with pytest.raises(SystemExit, match="2"):
         DataObject(Given(sample), range(8), 8, CPU)
     shown = capsys.readouterr().err
-    assert "Given gives" in shown
+    assert "Given returns" in shown
     assert shown.count("\n") == 1
 
 

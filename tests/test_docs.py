@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import ROOT, checkpoint, need_horovod, run
+from launch import checkpoint, need_horovod, run
+from recipes import ROOT
 
 from common import cifar10, models, schedule
 from common.data import EpochSampler

@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 from cluster import SlurmJob
-from launch import ROOT, Job, commands, need_horovod, run
+from launch import Job, need_horovod, run
+from recipes import ROOT, commands
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 SCRIPT = ROOT / "scripts" / "doctor.py"

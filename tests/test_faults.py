@@ -8,8 +8,9 @@ import time
 
 import numpy as np
 import pytest
-from launch import ROOT, STEP, Job, changed_copy, checkpoint, need, need_horovod, run, strategies
+from launch import Job, checkpoint, need, need_horovod, run, strategies
 from PIL import Image
+from recipes import ROOT, STEP, changed_copy
 
 from common import checkpoint as checkpoints
 

@@ -13,10 +13,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
-from launch import ROOT, Job, checkpoint, largest_difference, need, need_horovod, run, small, strategies
+from launch import (
+    TOLERANCE,
+    Job,
+    checkpoint,
+    largest_difference,
+    need,
+    need_horovod,
+    refused,
+    refused_here,
+    run,
+    strategies,
+)
 from PIL import Image
-from test_input import refused, refused_here
-from test_parity import TOLERANCE, in_float64
+from recipes import ROOT, in_float64, small
 from torchvision import transforms
 
 from benchmarks import jpeg_tree

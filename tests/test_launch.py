@@ -15,7 +15,8 @@ from unittest import mock
 
 import pytest
 import torch.distributed.run
-from launch import RECIPES, ROOT, Job, commands, name_of, need_horovod, run, small, strategies
+from launch import Job, need_horovod, run, strategies
+from recipes import RECIPES, ROOT, commands, name_of, small
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
@@ -116,10 +117,9 @@ def test_tensorboard_has_the_scalars(tmp_path):
 def test_profile(images, steps, tmp_path):
     """The trace has the steps from the seventh on, up to ten of the first epoch, with DDP's all-reduces."""
     command = strategies(2, ROOT / "mnist")["ddp_launch"]
-    shown = run(f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path)
+    run(f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path)
     trace, = (tmp_path / "log").glob("trace-*.json.gz")
     assert trace.name == "trace-epoch-0001.json.gz"
-    assert shown.count("\n") == 5, "nothing but our own lines"
     names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
     assert names.count("Optimizer.step#SGD.step") == steps
     assert names.count("gloo:all_reduce") >= steps

@@ -1,33 +1,15 @@
 """The same seed and global batch give the same training, whatever the strategy and the number of processes."""
 
 import json
-import shutil
 
 import pytest
-from launch import ROOT, checkpoint, largest_difference, need_horovod, run, small, strategies
+from launch import TOLERANCE, checkpoint, largest_difference, need_horovod, run, strategies
+from recipes import in_float64, small
 
 GLOBAL_BATCH, LR = 32, 0.04
-# Relative. Sums in another order differ in the last bits, which grows from step to step, on each CPU in another way. So
-# all recipes compute in float64 here: after these twenty steps they differ by less than 1e-15, in float32 by 3e-7.
-TOLERANCE = 1e-12
 # Two epochs of ten steps, so that set_epoch counts; weight decay and momentum, as a recipe may lose either; LeNet has
 # neither BatchNorm, whose statistics are each process's own, nor dropout.
 TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --warmup-epochs 0 --device cpu"
-
-
-def in_float64(to, dataset, recipe=None, line=None, replacement=None):
-    """Copy the recipes of a data set and common/ to the folder `to`; `recipe` with another line as well."""
-    for folder in ("common", dataset):
-        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (to / dataset).glob("*.py"):
-        text = path.read_text()
-        if path.name == recipe:
-            assert text.count(line) == 1
-            text = text.replace(line, replacement)
-        text = text.replace("model(images)", "model(images.double())")
-        first = "\nimport torch\n"
-        path.write_text(text.replace(first, f"{first}torch.set_default_dtype(torch.float64)\n", 1))
-    return to / dataset
 
 
 def train(command, processes, folder, log_dir, dataset="mnist"):

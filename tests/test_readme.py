@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
-from launch import RECIPES, ROOT, Job, commands, need, need_horovod, run
+from launch import Job, need, need_horovod, run
+from recipes import RECIPES, ROOT, commands
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from benchmarks import jpeg_tree

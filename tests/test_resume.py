@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-import torch
-from launch import ROOT, STEP, Job, changed_copy, checkpoint, largest_difference, need_horovod, run, small, strategies
+from launch import Job, assert_same, checkpoint, largest_difference, need_horovod, random_seed, run, strategies
+from recipes import ROOT, STEP, changed_copy, small
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
@@ -47,22 +47,6 @@ def kill(job, reached, timeout=90):
     assert job.finish() != 0
 
 
-def assert_same(a, b):
-    """Bit by bit, through dicts and lists."""
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
-
-
 def assert_same_run(a, b):
     """The same bits, and the same figures: an epoch that was interrupted has those of the whole epoch.
 
@@ -86,11 +70,10 @@ def test_ten_kills(strategy, tmp_path):
     command = f"{start(strategy, ROOT / RUNS[strategy])} {batch} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 " \
               f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
     assert "starting from the beginning" in run(f"{command} --log-dir whole", cwd=tmp_path)
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    draw = random.Random(random_seed())
     folder = tmp_path / "part"
     # Far enough from the end to be in time
-    for target in sorted(random.Random(seed).sample(range(1, EPOCHS // 2 * STEPS), k=10)):
+    for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=10)):
 
         def reached(steps=target):
             saved = newest(folder)

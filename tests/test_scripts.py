@@ -2,7 +2,8 @@
 
 
 import torch
-from launch import ROOT, run
+from launch import run
+from recipes import ROOT
 from safetensors.torch import load_file
 
 EXPORT = f"python {ROOT}/scripts/export.py"

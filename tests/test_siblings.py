@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from launch import DATASETS, RECIPES, ROOT, name_of
+from recipes import DATASETS, RECIPES, ROOT, beside, carried, imports, name_of
 
 from docs.changes import MARK, PAIRS, changed_lines, changes
 
@@ -98,34 +98,6 @@ def test_the_diff_is_the_same_for_all_datasets(name):
     first, *others = (normalised(folder) for folder in DATASETS)
     for other in others:
         assert first == other
-
-
-def imports(path, walk=ast.walk):
-    """The dotted names that a file imports, also within its functions."""
-    nodes = list(walk(ast.parse(path.read_text())))
-    return ({alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-            | {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
-               for alias in node.names})
-
-
-def beside(recipe):
-    """The modules of a recipe's folder that its recipes import."""
-    return [path for path in recipe.parent.glob("*.py") if path not in RECIPES]
-
-
-def carried(recipe):
-    """The files of this repository that a copied recipe needs: what it imports at the start, directly or not.
-
-    test_copy_out.py runs recipes with these and no others.
-    """
-    there = {path.stem: path for path in [*(ROOT / "common").glob("*.py"), *beside(recipe)]}
-    found, new = set(), {recipe, ROOT / "common" / "__init__.py"}
-    while new:
-        found |= new
-        parts = {part for path in new for name in imports(path, ast.iter_child_nodes)
-                 for part in name.split(".")[:2]}
-        new = {path for name, path in there.items() if name in parts} - found
-    return found
 
 
 def test_dependencies_point_one_way():

@@ -1,0 +1,83 @@
+"""The recipes as files: which there are, what each imports, and copies of them with a line changed."""
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
+# A recipe has its name in every folder; the other modules of a folder are what its recipes import.
+NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
+RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
+STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch in each recipe; run.step comes next
+
+
+def small(dataset):
+    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, where their size is free."""
+    return "--image-size 32" if dataset == "imagenet" else ""
+
+
+def name_of(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+def commands(recipe):
+    """The commands in the docstring of a recipe, each an indented line of its own."""
+    docstring = ast.get_docstring(ast.parse(recipe.read_text()), clean=False)
+    return re.findall(r"^    (\S.*)$", docstring, flags=re.MULTILINE)
+
+
+def imports(path, walk=ast.walk):
+    """The dotted names that a file imports, also within its functions."""
+    nodes = list(walk(ast.parse(path.read_text())))
+    return ({alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+            | {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
+               for alias in node.names})
+
+
+def beside(recipe):
+    """The modules of a recipe's folder that its recipes import."""
+    return [path for path in recipe.parent.glob("*.py") if path not in RECIPES]
+
+
+def carried(recipe):
+    """The files of this repository that a copied recipe needs: what it imports at the start, directly or not.
+
+    test_copy_out.py runs recipes with these and no others.
+    """
+    there = {path.stem: path for path in [*(ROOT / "common").glob("*.py"), *beside(recipe)]}
+    found, new = set(), {recipe, ROOT / "common" / "__init__.py"}
+    while new:
+        found |= new
+        parts = {part for path in new for name in imports(path, ast.iter_child_nodes)
+                 for part in name.split(".")[:2]}
+        new = {path for name, path in there.items() if name in parts} - found
+    return found
+
+
+def changed_copy(to, recipe, line, replacement):
+    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe` replaced."""
+    dataset, name = recipe.split("/")
+    for folder in ("common", dataset):
+        shutil.copytree(ROOT / folder, to / folder)
+    path = to / dataset / name
+    text = path.read_text()
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, replacement))
+    return to / dataset
+
+
+def in_float64(to, dataset, recipe=None, line=None, replacement=None):
+    """Copy the recipes of a data set and common/ to the folder `to`; `recipe` with another line as well."""
+    for folder in ("common", dataset):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (to / dataset).glob("*.py"):
+        text = path.read_text()
+        if path.name == recipe:
+            assert text.count(line) == 1
+            text = text.replace(line, replacement)
+        text = text.replace("model(images)", "model(images.double())")
+        first = "\nimport torch\n"
+        path.write_text(text.replace(first, f"{first}torch.set_default_dtype(torch.float64)\n", 1))
+    return to / dataset
