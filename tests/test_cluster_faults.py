@@ -13,7 +13,7 @@ from recipes import ROOT, STEP, changed_copy
 IMAGES, INTERVAL = 640, 5
 SIZE = f"--synthetic {IMAGES} --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu " \
        f"--log-interval {INTERVAL}"
-SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.1')))\n"
+SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.05')))\n"
         "        print('at', run.epoch, run.samples, processes.stop_requested.is_set(), flush=True)\n")
 
 
@@ -82,8 +82,8 @@ def test_link_down_for_8_seconds(slow_job, cluster, undisturbed):
 
 
 def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
-    job = slow_job("--timeout 20", RESTARTS="2")
-    cluster.run("ip link set link-node2 down; sleep 45; ip link set link-node2 up")
+    job = slow_job("--timeout 12", RESTARTS="2")
+    cluster.run("ip link set link-node2 down; sleep 25; ip link set link-node2 up")
     job.wait_for("^resumed from", timeout=90)
     job.finish()
     is_whole(job, undisturbed)

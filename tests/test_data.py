@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import run, strategies
+from forked import compute
+from launch import strategies
 from recipes import ROOT
 from torch.utils.data import Dataset
 from torchvision import transforms
@@ -279,7 +280,7 @@ def test_models(name, parameters):
 
 def learns(command, epochs, images, cwd):
     """The validation accuracy after the last epoch of a run with the defaults."""
-    run(f"{command} --epochs {epochs} --log-dir log", cwd=cwd, timeout=350)
+    compute(f"{command} --epochs {epochs} --log-dir log", cwd=cwd, timeout=350)
     last = json.loads((cwd / "log" / "results.json").read_text())["epochs"][-1]
     assert last["epoch"] == epochs
     assert last["val"]["images"] == images

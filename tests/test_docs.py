@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import compute
 from launch import checkpoint, need_horovod, run
 from recipes import ROOT
 
@@ -99,7 +100,7 @@ def test_commands_of_batch_sizes(tmp_path):
     rows = table("batch-size.md", "processes")
     for command, (_, batch, global_batch, steps, rate, *_) in zip(
             commands.splitlines(), (rows[0], rows[-1]), strict=True):
-        printed = run(f"{command} --log-dir {tmp_path / steps} --checkpoint-every {steps}", cwd=ROOT)
+        printed = compute(f"{command} --log-dir {tmp_path / steps} --checkpoint-every {steps}", cwd=ROOT)
         assert f"batch {batch} per process, {global_batch} global | learning rate {rate}\n" in printed
         within = torch.load(tmp_path / steps / "previous.pt", weights_only=True)  # saved after the last step
         assert (within["epoch"], within["samples"]) == (0, int(steps) * int(global_batch))

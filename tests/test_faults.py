@@ -44,8 +44,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("strategy", RECIPES)
+# Whether the others notice depends on the launcher where a rank is gone or hangs, and not where it ends by itself
+@pytest.mark.parametrize(("strategy", "fault"), [
+    *((strategy, fault) for strategy in RECIPES for fault in ("exit(0)", "hangs")),
+    ("ddp_spawn", "memory limit"), ("ddp_launch", "loss not finite"), ("hvd_mpi", "loss not finite")])
 def test_fault_of_one_rank(fault, strategy, tmp_path):
     """In the second epoch: all ranks end, and the checkpoint of the first epoch is good."""
     if strategy.startswith("hvd"):

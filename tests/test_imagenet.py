@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
+from forked import compute
 from launch import (
     TOLERANCE,
     Job,
@@ -217,7 +218,7 @@ CIFAR = "--arch convnet --image-size 32 --device cpu --epochs 1 --warmup-epochs 
 def learned(cifar_tree, tmp_path_factory):
     """The log folder of an epoch of single.py on that tree."""
     folder = tmp_path_factory.mktemp("learned")
-    run(f"{SINGLE} --data-dir {cifar_tree} {CIFAR} -b 32 --lr 0.005 -j 1 --log-dir log", cwd=folder)
+    compute(f"{SINGLE} --data-dir {cifar_tree} {CIFAR} -b 32 --lr 0.005 -j 1 --log-dir log", cwd=folder)
     return folder / "log"
 
 
@@ -238,7 +239,7 @@ def test_learns_on_two_processes(strategy, learned, cifar_tree, tmp_path):
     """As well as on one, within what 1,000 images and BatchNorm over half the batch leave open."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    run(f"{strategies(2, ROOT / 'imagenet')[strategy]} --data-dir {cifar_tree} {CIFAR} -b 16 --lr 0.0025 -j 1 "
+    compute(f"{strategies(2, ROOT / 'imagenet')[strategy]} --data-dir {cifar_tree} {CIFAR} -b 16 --lr 0.0025 -j 1 "
         "--log-dir log", cwd=tmp_path)
     val = figures(tmp_path / "log")
     assert val["images"] == 1000
@@ -252,7 +253,7 @@ def test_evaluate(strategy, learned, cifar_tree, tmp_path):
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     command = {"single": SINGLE, **strategies(3, ROOT / "imagenet")}[strategy]
-    output = run(f"{command} --data-dir {cifar_tree} --arch convnet --image-size 32 --device cpu -j 1 "
+    output = compute(f"{command} --data-dir {cifar_tree} --arch convnet --image-size 32 --device cpu -j 1 "
                  f"--evaluate --resume {learned}/last.pt", cwd=tmp_path)
     val = figures(learned)
     assert f"1,000 images of val: loss {val['loss']:.4f} acc {val['accuracy']:.2%} top-5 {val['top5']:.2%} | " \
@@ -266,9 +267,9 @@ def test_resumes_within_an_epoch(loader, cifar_tree, tmp_path):
     need_loader(loader)
     command = (f"{SINGLE} --data-dir {cifar_tree} {CIFAR} -b 32 --lr 0.005 --accumulate 3 -j 1 --loader {loader} "
                "--checkpoint-every 25")
-    run(f"{command} --log-dir whole", cwd=tmp_path)
+    compute(f"{command} --log-dir whole", cwd=tmp_path)
     shutil.copy(tmp_path / "whole" / "previous.pt", tmp_path / "within.pt")  # after 75 of the 125 batches
-    assert "at epoch 1, sample 2400" in run(f"{command} --log-dir part --resume within.pt", cwd=tmp_path)
+    assert "at epoch 1, sample 2400" in compute(f"{command} --log-dir part --resume within.pt", cwd=tmp_path)
     whole, part = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
     for name in ("model", "optimizer"):
         torch.testing.assert_close(part[name], whole[name], rtol=0, atol=0)
@@ -286,7 +287,7 @@ def whole(tmp_path_factory):
     """The folder of recipes that compute in float64, and what one with batches of 32 ends with: 10 steps an epoch."""
     folder = tmp_path_factory.mktemp("whole")
     recipes = in_float64(folder, "imagenet")
-    run(f"python {recipes}/single.py {ACCUMULATED} -b 32", cwd=folder)
+    compute(f"python {recipes}/single.py {ACCUMULATED} -b 32", cwd=folder)
     return recipes, checkpoint(folder / "log")
 
 
@@ -298,7 +299,7 @@ def test_accumulate(strategy, whole, tmp_path):
     recipes, expected = whole
     command = {"single": f"python {recipes}/single.py -b 8",
                **{name: f"{command} -b 4" for name, command in strategies(2, recipes).items()}}[strategy]
-    output = run(f"{command} {ACCUMULATED} --accumulate 4", cwd=tmp_path)
+    output = compute(f"{command} {ACCUMULATED} --accumulate 4", cwd=tmp_path)
     assert "x 4 accumulated, 32 global" in output
     parts = checkpoint(tmp_path / "log")
     assert largest_difference(parts["model"], expected["model"]) < TOLERANCE

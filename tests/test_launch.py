@@ -13,6 +13,7 @@ import sys
 import time
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed.run
 from launch import Job, need_horovod, run, strategies
@@ -23,8 +24,11 @@ SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
 
 def jobs():
-    """(recipe, commands that make one run): those that name a machine by -nr belong together."""
-    for recipe in RECIPES:
+    """(recipe, commands that make one run): those that name a machine by -nr belong together.
+
+    The recipes of the other data sets have the same commands (test_siblings.py), and test_copy_out.py starts each.
+    """
+    for recipe in sorted((ROOT / "mnist").glob("*.py")):
         lines = commands(recipe)
         together = [line for line in lines if "-nr " in line]
         for group in [[line] for line in lines if line not in together] + ([together] if together else []):
@@ -156,7 +160,7 @@ def start_long_run(launcher, cwd):
     if launcher.startswith("hvd"):
         need_horovod(launcher)
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[launcher]
-    job = Job(f"exec {command} --synthetic --epochs 500 --log-dir log", cwd=cwd)
+    job = Job(f"exec {command} --synthetic 2560 --epochs 2000 --log-dir log", cwd=cwd)
     job.wait_for("epoch 1/")
     time.sleep(0.2)
     return job
@@ -174,9 +178,13 @@ def test_ctrl_c(launcher, tmp_path):
 
 
 def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
+    port = get_free_port()
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512", cwd=tmp_path,
-              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
-    time.sleep(8)
+              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    end = time.monotonic() + 90  # until rank 0 listens and both are connected
+    while [connection.laddr.port for connection in psutil.net_connections() if connection.laddr].count(port) < 3:
+        assert time.monotonic() < end and job.process.poll() is None, job.output()
+        time.sleep(0.1)
     job.signal(signal.SIGINT)
     assert job.finish(timeout=10) == 130
     assert job.output() == ""
@@ -192,7 +200,7 @@ def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
 
 def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     """As in the background of a script, where mp.spawn's processes inherit that it is ignored."""
-    command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic --epochs 500 --log-dir log"
+    command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic 2560 --epochs 2000 --log-dir log"
     job = Job(f"trap '' INT; exec {command}", cwd=tmp_path)
     job.wait_for("epoch 1/")
     job.signal(signal.SIGINT)
@@ -202,9 +210,9 @@ def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["ddp_launch", "ddp_spawn"])
-def test_ten_clean_ends_in_a_row(launcher, tmp_path):
+def test_five_clean_ends_in_a_row(launcher, tmp_path):
     """gloo aborts the process in a good part of the runs where the DDP wrapper is there longer than the group."""
-    for _ in range(10):
+    for _ in range(5):
         output = run(f"{strategies(2, ROOT / 'mnist')[launcher]} --synthetic 640 --dry-run --device cpu", cwd=tmp_path)
         assert "terminate called" not in output
         assert "Traceback" not in output

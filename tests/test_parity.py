@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from launch import TOLERANCE, checkpoint, largest_difference, need_horovod, run, strategies
+from forked import compute
+from launch import TOLERANCE, checkpoint, largest_difference, need_horovod, strategies
 from recipes import in_float64, small
 
 GLOBAL_BATCH, LR = 32, 0.04
@@ -14,7 +15,7 @@ TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --
 
 def train(command, processes, folder, log_dir, dataset="mnist"):
     """The weights after 20 steps."""
-    run(f"{command} {TRAINING} {small(dataset)} --batch-size {GLOBAL_BATCH // processes} --lr {LR / processes} "
+    compute(f"{command} {TRAINING} {small(dataset)} --batch-size {GLOBAL_BATCH // processes} --lr {LR / processes} "
         f"--log-dir {log_dir}", cwd=folder)
     return checkpoint(log_dir)["model"]
 
@@ -85,7 +86,7 @@ EVALUATION = "--synthetic 5005 --epochs 1 --model lenet --lr 1e-30 -b 512 --devi
 
 def figures(command, folder):
     """(loss, accuracy, images) of training and of validation."""
-    run(f"{command} {EVALUATION} --log-dir log", cwd=folder)
+    compute(f"{command} {EVALUATION} --log-dir log", cwd=folder)
     epoch, = json.loads((folder / "log" / "results.json").read_text())["epochs"]
     return [epoch[split][name] for split in ("train", "val") for name in ("loss", "accuracy", "images")]
 

@@ -8,12 +8,14 @@ import signal
 import time
 
 import pytest
+from forked import compute
 from launch import Job, assert_same, checkpoint, largest_difference, need_horovod, random_seed, run, strategies
 from recipes import ROOT, STEP, changed_copy, small
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
 
+KILLS = {"single": 10, "ddp_spawn": 3, "ddp_launch": 10, "hvd_gloo": 3, "hvd_mpi": 3}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
 IMAGES, EPOCHS, STEPS = 4096, 6, 32  # global batches of 128
@@ -64,8 +66,8 @@ def assert_same_run(a, b):
 
 @pytest.mark.timeout(1200)  # it starts twelve times
 @pytest.mark.parametrize("strategy", RUNS)
-def test_ten_kills(strategy, tmp_path):
-    """SIGKILL at ten random steps of one run, which --resume auto takes up again each time."""
+def test_kills(strategy, tmp_path):
+    """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
     batch = "-b 128 --lr 0.04" if strategy == "single" else ""
     command = f"{start(strategy, ROOT / RUNS[strategy])} {batch} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 " \
               f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
@@ -73,7 +75,7 @@ def test_ten_kills(strategy, tmp_path):
     draw = random.Random(random_seed())
     folder = tmp_path / "part"
     # Far enough from the end to be in time
-    for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=10)):
+    for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=KILLS[strategy])):
 
         def reached(steps=target):
             saved = newest(folder)
@@ -175,7 +177,7 @@ TWO_EPOCHS = "--synthetic 256 --epochs 2 --model lenet --device cpu"  # 4 steps 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_epochs")
-    run(f"python {ROOT}/mnist/single.py {TWO_EPOCHS} --log-dir {folder}", cwd=folder)
+    compute(f"python {ROOT}/mnist/single.py {TWO_EPOCHS} --log-dir {folder}", cwd=folder)
     return checkpoint(folder)
 
 
@@ -188,11 +190,11 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
     raised = f"        if (run.epoch, run.samples) == ({epoch}, {sample}): __import__('signal').raise_signal(10)\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
     flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
-    assert run(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped by SIGUSR1") == 1
+    assert compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped by SIGUSR1") == 1
     saved = checkpoint(tmp_path / "part")
     steps = (saved["epoch"] - epoch) * 4 + (saved["samples"] - sample) // 64
     assert 1 <= steps <= interval
-    run(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
+    compute(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
     assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
 
 
@@ -234,7 +236,7 @@ def test_rate_on_another_number_of_processes(tmp_path):
     flags = "-b 32 --synthetic 192 --model lenet --device cpu"
     run(f"{start('ddp_spawn', ROOT / 'mnist').replace('-g 2', '-g 3')} {flags} --epochs 1 --log-dir part", cwd=tmp_path)
     for folder in ("part", "whole"):
-        run(f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto", cwd=tmp_path)
+        compute(f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto", cwd=tmp_path)
     part, whole = ([epoch["lr"] for epoch in checkpoint(tmp_path / name)["history"]] for name in ("part", "whole"))
     assert len(part) == 3
     assert part[0] > whole[0]

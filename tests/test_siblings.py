@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from recipes import DATASETS, RECIPES, ROOT, beside, carried, imports, name_of
+from recipes import DATASETS, NAMES, RECIPES, ROOT, beside, carried, commands, imports, name_of
 
 from docs.changes import MARK, PAIRS, changed_lines, changes
 
@@ -132,6 +132,14 @@ def test_sizes():
         assert {"run.py", "data.py", "checkpoint.py"} < taken.keys()
         if recipe.parent.name == "mnist":
             assert sum(taken.values()) <= 800, taken
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_the_commands_are_the_same_for_all_datasets(name):
+    """test_launch.py runs those of mnist/."""
+    first, *others = ([line.replace(folder.name, "DATASET") for line in commands(folder / name)] for folder in DATASETS)
+    assert first
+    assert others == [first, first]
 
 
 def test_no_word_of_another_dataset():
