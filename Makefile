@@ -1,19 +1,22 @@
-# make demo: train on two processes. make test: prove every recipe. make benchmarks: measure all tables and plots again.
-# make fuzz: look longer for a checkpoint that does harm. All set up .venv first.
+# make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
+# all tables and plots again. make fuzz: more random checkpoints. Each of them creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
-# REQUIRE_ALL=1 (in CI): a component that is missing fails the run instead of skipping its tests
+# REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
 REQUIRE_ALL ?=
 export REQUIRE_ALL
 SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
 	@$(VENV)/bin/python mnist/single.py --dry-run --device cpu > /dev/null && images= || images=--synthetic; \
-	test -z "$$images" || echo "So the demo takes generated images, which are easy to tell apart."; \
+	test -z "$$images" || echo "The demo uses generated images instead, which are easy to tell apart."; \
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=2 mnist/ddp_launch.py --epochs 3 --device cpu $$images
 	@echo "That was mnist/ddp_launch.py on two processes. Next: read it beside mnist/single.py, look at its curves with"
 	@echo "  $(VENV)/bin/tensorboard --logdir runs"
 	@echo "or run another recipe: the table in README.md says which."
+
+check: lint
+	$(VENV)/bin/python -m pytest -n 2 -m check
 
 test: $(VENV)/.tools $(VENV)/.horovod
 	$(VENV)/bin/python -m pytest -n 2
@@ -41,4 +44,4 @@ benchmarks: $(VENV)/.tools $(VENV)/.horovod
 fuzz: $(VENV)/.tools
 	FUZZ=200000 $(VENV)/bin/python -m pytest -n 2 --timeout 0 tests/test_checkpoint.py -k fuzz
 
-.PHONY: demo test lint benchmarks fuzz
+.PHONY: demo check test lint benchmarks fuzz

@@ -21,10 +21,7 @@ class Metrics:
             self.sums[3] += (logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum()
 
     def average(self, waited: float) -> dict:
-        """A dict: loss (nats), accuracy (0..1), top5 (0..1, if asked for), images, and the speed of this pass.
-
-        Call it after `sums` was summed over all ranks. `waited`: the seconds that this rank waited for data.
-        """
+        """A dict: loss (nats), accuracy, top5 (0..1), images, speed; `sums` are of all ranks, `waited` in seconds."""
         here, seconds = self.sums.tolist(), time.perf_counter() - self.start
         loss, correct, images, correct5 = (a + b for a, b in zip(here, self.before, strict=True))
         top5 = {"top5": correct5 / images} if self.top5 else {}

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import time
 
 import torch
 from tqdm import tqdm
@@ -68,10 +69,13 @@ class Run:
         tqdm.monitor_interval = 0  # or a thread of tqdm clutters the watchdog's stacks
         batches = itertools.islice(data, self.accumulate if self.args.dry_run else None)
         self.bar = tqdm(batches, total=len(data), unit="batch", leave=False, disable=None if self.output else True)
-        faulthandler.dump_traceback_later(self.args.timeout, exit=True, file=sys.__stderr__)
+        timeout, armed = self.args.timeout, time.monotonic()
+        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
         for batch in self.bar:
             yield batch
-            faulthandler.dump_traceback_later(self.args.timeout, exit=True, file=sys.__stderr__)
+            if time.monotonic() - armed > timeout / 100:  # not each time: it starts a thread, which takes up to 0.5 ms
+                faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
+                armed = time.monotonic()
 
     def step(self, metrics) -> None:
         """Advance the position by one global batch; every --log-interval steps all ranks agree on whether to stop.

@@ -19,6 +19,8 @@ from launch import random_seed
 
 from common import checkpoint
 
+pytestmark = pytest.mark.check
+
 FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
 FLIPS = 2000
 REFUSED = checkpoint.CorruptCheckpoint, OSError  # the second where a damaged archive names a place before its start

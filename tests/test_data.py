@@ -1,21 +1,19 @@
 """The data path gives what the usual one gives, each image once, the same on any number of processes."""
 
-import json
 import random
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import compute
-from launch import strategies
-from recipes import ROOT
 from torch.utils.data import Dataset
 from torchvision import transforms
 
 from common import cifar10, datasets, flags, models, schedule
 from common.data import DataObject, EpochSampler, ImageTensor
 from common.metrics import Metrics
+
+pytestmark = pytest.mark.check
 
 CPU = torch.device("cpu")
 
@@ -276,28 +274,3 @@ def test_models(name, parameters):
     model = {**models.MODELS, **cifar10.MODELS}[name](channels, size)
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-
-
-def learns(command, epochs, images, cwd):
-    """The validation accuracy after the last epoch of a run with the defaults."""
-    compute(f"{command} --epochs {epochs} --log-dir log", cwd=cwd, timeout=350)
-    last = json.loads((cwd / "log" / "results.json").read_text())["epochs"][-1]
-    assert last["epoch"] == epochs
-    assert last["val"]["images"] == images
-    return last["val"]["accuracy"]
-
-
-@pytest.mark.parametrize("model", models.MODELS)
-@pytest.mark.parametrize("strategy", ["single", "ddp_launch"])
-def test_real_mnist(strategy, model, real_data, tmp_path):
-    """Each model learns with the defaults, on one process and on four."""
-    command = {"single": f"python {ROOT}/mnist/single.py", **strategies(4, ROOT / "mnist")}[strategy]
-    assert learns(f"{command} --data-dir {real_data('mnist')} --model {model}", 1, 10_000, tmp_path) >= 0.97
-
-
-@pytest.mark.parametrize(("strategy", "epochs", "accuracy"), [("single", 2, 0.55), ("ddp_launch", 3, 0.5)])
-def test_real_cifar10(strategy, epochs, accuracy, real_data, tmp_path):
-    """What somebody without a GPU tries learns with the defaults."""
-    command = {"single": f"python {ROOT}/cifar10/single.py", **strategies(2, ROOT / "cifar10")}[strategy]
-    command += f" --data-dir {real_data('cifar10')} --model convnet"
-    assert learns(command, epochs, 10_000, tmp_path) >= accuracy

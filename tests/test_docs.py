@@ -53,6 +53,7 @@ def table(page, first):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2:end]]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_links_lead_somewhere(page):
     for file, anchor in links(page):
@@ -63,6 +64,7 @@ def test_links_lead_somewhere(page):
             assert int(anchor.removeprefix("L")) <= len(file.read_text().splitlines())
 
 
+@pytest.mark.check
 def test_each_page_is_reached_from_the_readme():
     reached, ahead = set(), [ROOT / "README.md"]
     while ahead:
@@ -72,10 +74,12 @@ def test_each_page_is_reached_from_the_readme():
     assert [path_of(page) for page in sorted({*ROOT.glob("docs/*.md")} - reached)] == []
 
 
+@pytest.mark.check
 def test_changes_are_those_of_the_recipes():
     assert changes.PAGE.read_text() == changes.page(), "python docs/changes.py"
 
 
+@pytest.mark.check
 def test_drawings_are_those_of_the_script():
     assert {path.stem: path.read_text() for path in draw.FOLDER.iterdir()} == {
         name: drawing() for name, drawing in draw.DRAWINGS.items()}, "python docs/draw.py"

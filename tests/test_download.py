@@ -19,6 +19,8 @@ from torchvision.datasets import CIFAR10, MNIST
 
 from common import cifar10, datasets, flags
 
+pytestmark = pytest.mark.check
+
 
 class Server(http.server.ThreadingHTTPServer):
     """Serves the dict `files` ({name: bytes}) on a free port while a `with` block runs; `fault` spoils each answer."""

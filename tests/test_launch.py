@@ -31,8 +31,10 @@ def jobs():
     for recipe in sorted((ROOT / "mnist").glob("*.py")):
         lines = commands(recipe)
         together = [line for line in lines if "-nr " in line]
-        for group in [[line] for line in lines if line not in together] + ([together] if together else []):
-            yield pytest.param(recipe, group, id=group[-1].replace(" ", "_").replace("/", "."))
+        groups = [[line] for line in lines if line not in together] + ([together] if together else [])
+        for group in groups:
+            marks = [pytest.mark.check] * (group is groups[0])
+            yield pytest.param(recipe, group, id=group[-1].replace(" ", "_").replace("/", "."), marks=marks)
 
 
 def apex_there():

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from common.data import EpochSampler
 from common.metrics import Metrics
 
+pytestmark = pytest.mark.check
+
 batches = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 seeds = st.integers(0, 2**32 - 1)
 

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg": "needs that file",
     # no test has these
     "make test": "it runs this",
+    "make check": "it runs a part of this",
     "scripts/install_horovod.sh": "make test has run it",
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": "tests/launch.py sets them for all tests",
     "python -m torch.distributed.launch": "a name in a sentence",

@@ -8,6 +8,8 @@ from recipes import DATASETS, NAMES, RECIPES, ROOT, beside, carried, commands, i
 
 from docs.changes import MARK, PAIRS, changed_lines, changes
 
+pytestmark = pytest.mark.check
+
 SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
 LINES = {"mnist": 125, "cifar10": 125, "imagenet": 140}
 LONGEST_FUNCTION = {"mnist": 42, "cifar10": 42, "imagenet": 48}  # main: it shows all that the strategy sets up
