@@ -1,4 +1,4 @@
-"""Check what a job needs, before the job: that its processes find each other, add up, and share the data.
+"""Check, before a job, that its processes find each other, compute correct sums, and share the data.
 
     python scripts/doctor.py
     torchrun --nproc-per-node=2 scripts/doctor.py
@@ -7,11 +7,11 @@
     sbatch slurm/ddp_2nodes.sh scripts/doctor.py --data-dir data
     sbatch slurm/hvd_2nodes.sh scripts/doctor.py --data-dir data
 
-It takes the place of a recipe, and the flags of the data set's single.py. The last line is the verdict: "all is well"
-and status 0, or what is wrong and what to do, and status 1 (2 for a wrong input). It trains nothing and writes no
-results. With --data-dir it reads the data set there as a recipe does, which downloads one that is missing; without, it
-shares out as many blank images. `--recipe ../mine/train.py --data load` takes the flags of a recipe of your own, and
-load(args) in it gives the two datasets; without --data it checks all but these. --dataset none needs no recipe.
+Start it in place of a recipe, with the flags of the data set's single.py. The last line is the verdict: "all is well"
+and status 0, or what is wrong and what to do, and status 1 (2 for wrong input). It trains nothing and writes no
+results. With --data-dir it reads the data set as a recipe does, and downloads it if it is missing; without, it uses as
+many blank images. For a recipe of your own, `--recipe ../mine/train.py --data load` uses its flags, and the two
+datasets that its load(args) returns; without --data the datasets are not checked. --dataset none needs no recipe.
 """
 
 import argparse
@@ -45,14 +45,14 @@ STARTED = {  # the variable that says how many a launcher started, the launcher,
 
 
 def parse_args():
-    """(what the recipe makes of the flags, but for those that are others here; what gives its datasets, or None)"""
+    """Return (the recipe's parsed arguments, the function that returns its datasets, or None)."""
     parser = flags.Parser(__doc__)
-    parser.epilog = "The recipe's own flags are taken as well: see its --help."
-    parser.add_argument("--dataset", choices=[*DATA, "none"], default="cifar10", help="whose recipe is to run")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="one of your own")
-    parser.add_argument("--data", metavar="NAME", help="the function in it that gives the datasets")
-    parser.add_argument("--data-dir", metavar="DIR", help="where the data set is, or is downloaded to")
-    parser.add_argument("--timeout", type=flags.COUNT, default=60, metavar="SECONDS", help="how long a step may take")
+    parser.epilog = "It also accepts the flags of the recipe: see the recipe's --help."
+    parser.add_argument("--dataset", choices=[*DATA, "none"], default="cifar10", help="the data set of the recipe")
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="a recipe of your own")
+    parser.add_argument("--data", metavar="NAME", help="the function in it that returns the datasets")
+    parser.add_argument("--data-dir", metavar="DIR", help="folder of the data set, downloaded if missing")
+    parser.add_argument("--timeout", type=flags.COUNT, default=60, metavar="SECONDS", help="longest time for a step")
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)  # torch.distributed.launch passes it
     own, others = parser.parse_known_args()
     sys.argv[1:] = [f"--timeout={own.timeout}", *others, *(["--data-dir", own.data_dir] if own.data_dir else [])]
@@ -64,25 +64,25 @@ def parse_args():
         sys.argv[1:1] = [] if own.data_dir else [f"--synthetic={images}"]
     elif not path.is_file():
         parser.error(f"--recipe {path}: there is no such file")
-    sys.path.insert(0, str(path.parent))  # where what it imports may be
+    sys.path.insert(0, str(path.parent))  # for its own imports
     module = argparse.Namespace(**runpy.run_path(str(path)))
     try:
         parse, load = (name and operator.attrgetter(name)(module) for name in ("parse_args", data))
     except AttributeError as error:
-        parser.error(f"{path} has no {error.name}: it takes parse_args(), and what --data names")
+        parser.error(f"{path} has no {error.name}: it needs parse_args(), and the function that --data names")
     args = parse()
     return args, blank if not own.recipe and args.synthetic else load
 
 
 def blank(args):
-    """As many images of one pixel as --synthetic generates."""
+    """One-pixel images, as many as --synthetic generates."""
     return [ImageTensor(torch.zeros(length, 1, 1, 1, dtype=torch.uint8), torch.zeros(length, dtype=torch.int64),
                         ((0.5,), (0.5,))) for length in (args.synthetic, max(1, args.synthetic // 5))]
 
 
 def faults_of_launch(group):
-    """What is wrong where a launcher has started this several times, and they do not know of each other."""
-    torchruns = os.environ.get("GROUP_WORLD_SIZE")  # how many have joined, each with its processes
+    """The fault of a launcher that started several processes which do not know of each other."""
+    torchruns = os.environ.get("GROUP_WORLD_SIZE")  # the number of torchruns that have joined
     for name, (launcher, cure) in STARTED.items():
         started = int(os.environ.get(name, 1))
         if started > int(torchruns or group.world_size):
@@ -94,7 +94,7 @@ def faults_of_launch(group):
 
 
 def describe(group, args):
-    """What the others are to know of this process."""
+    """A description of this process, for the others."""
     gpu = torch.cuda.get_device_properties(group.device) if group.device.type == "cuda" else None
     return {"host": socket.gethostname(), "local_rank": group.local_rank, "threads": torch.get_num_threads(),
             "cores": sorted(os.sched_getaffinity(0)), "device": f"{group.device} ({gpu.name})" if gpu else "cpu",
@@ -104,12 +104,12 @@ def describe(group, args):
 
 
 def first_with(values):
-    """{value: the first rank that has it}, of the list of the values of all ranks."""
+    """{value: the first rank that has it}, for a list with a value per rank."""
     return {value: values.index(value) for value in values}
 
 
 def faults_of(ranks):
-    """What is wrong with the descriptions of all ranks, and what to do."""
+    """The faults that the descriptions of all ranks show, with what to do."""
     faults = []
     for name in dict.fromkeys(name for rank in ranks for name in rank["same"]):
         found = first_with([rank["same"].get(name) for rank in ranks])
@@ -123,7 +123,7 @@ def faults_of(ranks):
 
 
 def warnings_of(ranks):
-    """What makes a host slow."""
+    """Yield what makes a host slow."""
     for host in sorted({rank["host"] for rank in ranks}):
         here = [rank for rank in ranks if rank["host"] == host]
         threads, cores = sum(rank["threads"] for rank in here), len({core for rank in here for core in rank["cores"]})
@@ -133,7 +133,7 @@ def warnings_of(ranks):
 
 
 def faults_of_data(group, args, train_set, val_set):
-    """(what is wrong with what the ranks would read, what they would read)."""
+    """Return (the faults of the data that the ranks would read, a description of it)."""
     sizes = group.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
     if len(found := first_with(list(map(tuple, sizes)))) > 1:
         each = ", ".join(f"{a} and {b} images on rank {rank}" for (a, b), rank in found.items())
@@ -160,7 +160,7 @@ def main():
     args, load = parse_args()
     processes.install_signal_handlers()
     processes.die_with_parent()
-    datasets = load and load(args)  # before the group exists: a download can take as long as it wants
+    datasets = load and load(args)  # before the group exists, as a download can take long
 
     def say(line=""):
         faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
@@ -170,14 +170,14 @@ def main():
     def stop_if(faults):
         if faults:
             say("doctor: " + "; ".join(faults))
-            group.barrier()  # when one rank ends, the launcher ends the others
+            group.barrier()  # once one rank ends, the launcher ends the others
             os._exit(1)
 
     say()
     group = allreduce.join(functools.partial(flags.pick_device, args))
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
-        if not allreduce.sum_is_right(group, size):  # how it is on the others no collective can tell now
+        if not allreduce.sum_is_right(group, size):  # no collective can tell how it is on the others
             fail(f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try another backend or, on "
                  "GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1", status=1)
     ranks = [json.loads(text) for text in group.gather_text(json.dumps(describe(group, args)))]

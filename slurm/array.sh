@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A job array: the same run with another seed, or another learning rate, in each task; one process on one GPU.
+# A job array: each task is the same run with another seed or learning rate; one process on one GPU.
 #
 #     sbatch slurm/array.sh
 #     sbatch --array=0-9 slurm/array.sh mnist/single.py --epochs 10
 #     RATES="0.01 0.03 0.1" sbatch --array=0-2 slurm/array.sh mnist/single.py
 #
-# When they have ended: python scripts/summarize_runs.py runs/array-JOBID
+# After they have ended: python scripts/summarize_runs.py runs/array-JOBID
 #
-# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+# Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=array
 #SBATCH --array=0-3
 #SBATCH --nodes=1

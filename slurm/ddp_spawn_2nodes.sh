@@ -5,7 +5,7 @@
 #     sbatch --nodes=4 --gpus-per-node=8 slurm/ddp_spawn_2nodes.sh cifar10/ddp_spawn.py --epochs 10
 #     sbatch --gpus-per-node=0 slurm/ddp_spawn_2nodes.sh cifar10/ddp_spawn.py --synthetic   # two processes, on the CPUs
 #
-# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+# Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=ddp_spawn
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -21,13 +21,13 @@ set -euo pipefail
 recipe=${1:-cifar10/ddp_spawn.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768, where Linux begins to give ports to whoever asks for any
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768: Linux assigns higher ports to outgoing connections
 OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
-# export NCCL_DEBUG=INFO         # when NCCL does not connect: prints which interfaces it takes
-# export NCCL_SOCKET_IFNAME=ib0  # when it takes the wrong one; GLOO_SOCKET_IFNAME on CPUs
+# export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
+# export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 
-# shellcheck disable=SC2016  # $SLURM_NODEID is for the bash on each node, which says there which one it is
+# shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'exec python "$@" -nr "$SLURM_NODEID"' python "$recipe" -n "$SLURM_NNODES" -g "$processes" \
     --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

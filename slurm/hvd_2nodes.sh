@@ -6,7 +6,7 @@
 #     LAUNCHER=srun sbatch slurm/hvd_2nodes.sh
 #     sbatch --ntasks-per-node=2 --gpus-per-node=0 slurm/hvd_2nodes.sh cifar10/hvd.py --synthetic   # on the CPUs
 #
-# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+# Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=hvd
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -21,16 +21,16 @@ set -euo pipefail
 
 recipe=${1:-cifar10/hvd.py}
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-# export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints which interfaces it takes
-# export NCCL_SOCKET_IFNAME=ib0             # when it takes the wrong one
-# export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI takes the wrong one: it hangs at the start
-[ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || export OMPI_MCA_mpi_yield_when_idle=1  # on CPUs: who waits yields its core
-# --bind-to none: else each process, with all its threads, is bound to one core. The others are from Horovod's docs
+# export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints the interfaces it uses
+# export NCCL_SOCKET_IFNAME=ib0             # when NCCL uses the wrong one
+# export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI uses the wrong one, it hangs at the start
+[ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || export OMPI_MCA_mpi_yield_when_idle=1  # on CPUs: who waits frees its core
+# --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs
 launch=(mpirun --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib)
 for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do
-    launch+=(-x "$name")  # for all nodes; mpirun warns of one that is not set
+    launch+=(-x "$name")  # passes it to all nodes; mpirun warns if it is not set
 done
-if [ "${LAUNCHER:-mpirun}" = srun ]; then  # where SLURM and Open MPI have the same PMIx: srun --mpi=list
+if [ "${LAUNCHER:-mpirun}" = srun ]; then  # if SLURM and Open MPI have the same PMIx: see srun --mpi=list
     launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
 fi
 

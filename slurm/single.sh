@@ -5,7 +5,7 @@
 #     sbatch --time=01:00:00 slurm/single.sh mnist/single.py --epochs 10
 #     sbatch --gpus-per-node=0 slurm/single.sh cifar10/single.py --synthetic   # on a CPU
 #
-# Submit from the folder of the repository, with the virtual environment active: a job takes both over.
+# Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=single
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -5,11 +5,10 @@ import json
 
 import model
 import pytest
+import runs
 import scaling
 from launch import Job, need_horovod, run
 from recipes import ROOT
-
-import runs
 
 SCALING = f"python {ROOT}/benchmarks/scaling.py"
 
