@@ -28,8 +28,8 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted group can read a
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 # In a container: srun ... --container-image=..., or apptainer exec --nv IMAGE torchrun ...
 
-# USR1 (the warning) and USR2 (print the stacks) are for torchrun's processes; torchrun itself has to ignore
-# them, or they kill it. With RESTARTS=2 sbatch ... torchrun starts its processes again, from the last checkpoint, when one dies.
+# USR1 (the warning) and USR2 (print the stacks) are for torchrun's processes. torchrun has to ignore both, or they kill
+# it. With RESTARTS=2 sbatch ... it starts its processes again, from the last checkpoint, when one of them dies.
 # is_host: else torchrun guesses from host names which node hosts the rendezvous, but a node can have several names
 # (pytorch issue 73656). If the nodes do not reach each other by name, add --local-addr=ADDRESS of each node itself.
 # shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
