@@ -80,6 +80,15 @@ def test_changes_are_those_of_the_recipes():
 
 
 @pytest.mark.check
+def test_the_diff_in_the_readme_is_that_of_the_recipes():
+    block, = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    for mark, name in (("-", "single.py"), ("+", "ddp_launch.py")):
+        lines = [line[1:] for line in block.splitlines() if line.startswith(mark)]
+        assert lines
+        assert not set(lines) - set((ROOT / "mnist" / name).read_text().splitlines())
+
+
+@pytest.mark.check
 def test_drawings_are_those_of_the_script():
     assert {path.stem: path.read_text() for path in draw.FOLDER.iterdir()} == {
         name: drawing() for name, drawing in draw.DRAWINGS.items()}, "python docs/draw.py"
