@@ -33,9 +33,9 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)
+    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
@@ -46,7 +46,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -68,7 +68,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = cifar10.load(args)
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
@@ -89,7 +89,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, "DDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     model = DistributedDataParallel(model)  # dist: broadcasts rank 0's weights; averages gradients in backward
     model.broadcast_buffers = False  # dist: evaluate() does it; no need in every forward
     for epoch in range(run.epoch, args.epochs):

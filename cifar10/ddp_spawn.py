@@ -41,9 +41,9 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)
+    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
@@ -54,7 +54,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -77,7 +77,7 @@ def evaluate(model, val, run):
 def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its number
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: init_process_group reads them
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = cifar10.load(args)
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: one device per process
@@ -97,7 +97,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, "DDP, mp.spawn", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     model = DistributedDataParallel(model)  # dist: broadcasts rank 0's weights; averages gradients in backward
     model.broadcast_buffers = False  # dist: evaluate() does it; no need in every forward
     for epoch in range(run.epoch, args.epochs):

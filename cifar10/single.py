@@ -27,9 +27,9 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)
+    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
@@ -40,7 +40,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -58,7 +58,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     train_set, val_set = cifar10.load(args)
     device = flags.pick_device(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
@@ -71,7 +71,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, "one device", device, state, lr)
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)

@@ -33,8 +33,8 @@ class Output:
         if self.writes:
             self._make_folders(resumed, [path for path, _ in damaged])
         times = f" x {run.accumulate} accumulated" * (run.accumulate > 1)
-        print(f"{args.dataset}: {run.strategy} | world size {run.world_size} | device {self.device} | batch "
-              f"{args.batch_size} per process{times}, {run.global_batch} global | learning rate {run.rate['lr']:g}")
+        print(f"{args.dataset}: {run.strategy} | world size {run.world_size} | {self.device} | batch {args.batch_size} "
+              f"per process{times}, {run.global_batch} global | lr {run.rate['lr']:g}")
         if resumed:
             print(f"resumed from {resumed} at epoch {run.epoch + 1}, sample {run.samples} (saved by {saved_by})"
                   + ": nothing left to do for --epochs" * (run.epoch >= args.epochs and self.writes))
@@ -74,9 +74,8 @@ class Output:
             self.profiler = None
             print(f"--profile: {self.trace if os.path.exists(self.trace) else 'no trace of fewer than 7 steps'}")
         train, val = last["train"], last["val"]
-        print(f"epoch {last['epoch']}/{self.args.epochs}: train {format_metrics(train)} | val {format_metrics(val)} | "
-              f"{train['images_per_sec']:,.0f} images/s | {train['seconds'] + val['seconds']:.1f} s | "
-              f"{train['data_wait']:.0%} data wait", flush=True)
+        print(f"epoch {last['epoch']}/{self.args.epochs}: {format_metrics(train)} | val {format_metrics(val)} | "
+              f"{train['images_per_sec']:,.0f} images/s | {train['data_wait']:.0%} data wait", flush=True)
         try:
             if self.writes:
                 self._write_scalars(last)

@@ -137,12 +137,12 @@ def ring():
     drawing.text(660, 240, "each sends to the next, all links at once", size=12, color=QUIET)
 
     drawing.line(24, 266, 856, 266, tips="none", color="#d9dfe7")
-    drawing.text(353, 296, "scatter-reduce: add what comes in", weight="bold")
-    drawing.text(689, 296, "all-gather: take what comes in", weight="bold")
+    drawing.text(353, 296, "reduce-scatter: add what arrives", weight="bold")
+    drawing.text(689, 296, "all-gather: copy what arrives", weight="bold")
     held = [[{rank} for _ in range(4)] for rank in range(4)]  # [process][chunk]: whose gradients are in the sum
     for step in range(7):
         left = 92 + step * 108 + 12 * (step > 3)
-        drawing.text(left + 45, 324, f"step {step}" if step else "start", size=12, color=QUIET)
+        drawing.text(left + 45, 324, f"round {step}" if step else "start", size=12, color=QUIET)
         came = {}
         for rank in range(4):
             if step:
@@ -158,7 +158,7 @@ def ring():
             drawing.box(left + part * 23, 338 + rank * 40, 20, 28, "none", stroke=INK, radius=0)
     for rank, color in enumerate(RANKS):
         drawing.circle(52, 352 + rank * 40, 15, color, f"{rank}")
-    drawing.text(440, 530, "four chunks a process, in the colours of the gradients in their sum; framed is what came",
+    drawing.text(440, 530, "four chunks per process; colours: whose gradients are in the sum; frame: just received",
                  size=12, color=QUIET)
     return drawing.svg()
 
@@ -179,7 +179,7 @@ def batch():
         left = 176 + step * 348
         drawing.text(left + 161, 52, f"step {step + 1}: a global batch of 8", weight="bold")
         drawing.line(left, 70, left + 323, 70, tips="none")
-    drawing.text(440, 342, "the number is the place in the shuffled order of the epoch, which is the same on all ranks",
+    drawing.text(440, 342, "number = position in the shuffled order of the epoch, which is the same on all ranks",
                  size=12, color=QUIET)
     return drawing.svg()
 

@@ -34,10 +34,10 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)
+    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
     for number, (images, labels) in enumerate(run.progress(train), 1):
         ends_step = number % run.accumulate == 0
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
@@ -50,7 +50,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -68,7 +68,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
     batch_size = args.batch_size * args.accumulate  # of a step
@@ -84,7 +84,7 @@ def main():
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all visible ones take part
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
     if gpus:

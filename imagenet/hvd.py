@@ -38,10 +38,10 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)
+    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
     for number, (images, labels) in enumerate(run.progress(train), 1):
         ends_step = number % run.accumulate == 0
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         logits = model(images)
         loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
@@ -54,7 +54,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due and hvd.rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -75,7 +75,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = jpegs.imagenet(args)
     hvd.init()  # dist: joins the processes that horovodrun or mpirun started
@@ -107,7 +107,7 @@ def main():
     strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: what carries the data on a CPU
     run = Run(args, strategy, device, state, lr, rank, world_size,
               lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: to stop together
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. broadcast_optimizer_state would

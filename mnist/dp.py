@@ -32,9 +32,9 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)
+    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
             group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
         optimizer.zero_grad()
         logits = model(images)
@@ -45,7 +45,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # --checkpoint-every, or SIGUSR1
             run.save()
-        if run.stopping:
+        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -63,7 +63,7 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run; SIGUSR1 saves, then stops it
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     train_set, val_set = datasets.mnist(args)
     device = flags.pick_device(args)
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
@@ -77,7 +77,7 @@ def main():
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all visible ones take part
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
-    run.resume()
+    run.resume()  # only with --resume; a folder that holds another run is refused
     if gpus:
         model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
     for epoch in range(run.epoch, args.epochs):

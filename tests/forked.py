@@ -1,11 +1,13 @@
-"""Run recipes in processes that are forked from one in which torch is already imported.
+"""Run commands in processes that are forked from one in which torch is already imported.
 
-A process then starts in 0.1 s instead of 3 s. This is for tests of what a recipe computes. Tests of launchers, signals
-and orphans start real commands (launch.py).
+A process then starts in 0.1 s instead of 3 s. This is for tests of what a recipe computes, saves and prints. Tests of
+launchers, Ctrl-C, orphans and the end of a process start real commands (launch.py).
 """
 
+import functools
 import multiprocessing
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -14,26 +16,36 @@ import time
 from pathlib import Path
 
 import launch
+import torch.distributed.run
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([  # not common/, of which a test can have a changed copy
-    "filelock", "torch._dynamo", "torch.nn.parallel", "torch.utils.tensorboard", "torchvision.models", "tqdm"])
+    "filelock", "horovod.torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.tensorboard", "torchvision.models",
+    "tqdm"])
 
 
-def ranks_of(command):
-    """(the script with its arguments, the environment of each rank), or None for a command that cannot be forked."""
-    words = shlex.split(command)
-    if words[0] == "python" and not words[1].endswith("ddp_spawn.py"):
-        return words[1:], [{}]
-    if words[:2] == ["torchrun", "--standalone"]:
-        size, port = words[2].removeprefix("--nproc-per-node="), str(get_free_port())
-        return words[3:], [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(int(size))]
-    return None
+def torchrun_ranks(size):
+    """The variables that torchrun gives to each of `size` ranks on one machine."""
+    port = str(get_free_port())
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(size)]
 
 
-def start(arguments, cwd, environment, printed):
+def horovodrun_ranks(size):
+    """The variables that `horovodrun --gloo` gives to each of `size` ranks, and the server where they meet."""
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.gloo_run import create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server, slots = RendezvousServer(), get_host_assignments([HostInfo("localhost", size)], size)
+    shared = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
+              "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
+    server.init(slots)
+    return [{**shared, **create_slot_env_vars(slot)} for slot in slots], server
+
+
+def run_script(arguments, cwd, environment, printed):
     """In a forked process: run a script as `python` would."""
     multiprocessing.process._parent_process = None  # as in a process that a shell has started
     with open(printed, "a") as file:
@@ -41,28 +53,64 @@ def start(arguments, cwd, environment, printed):
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read its variable when torch was imported
+    # ddp_spawn.py's ranks are forked as well; tests that start it as a command have its own way
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def compute(command, cwd, status=0, timeout=150, **environment):
-    """Run a command as launch.run does, but fork what `python` or `torchrun --standalone` would start."""
-    if not (ranks := ranks_of(command)):
-        return launch.run(command, cwd, status, timeout, **environment)
-    arguments, ranks = ranks
-    setting = {**launch.ENVIRONMENT, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    with tempfile.NamedTemporaryFile("r") as printed:
-        processes = [CONTEXT.Process(target=start, args=(arguments, str(cwd), setting | rank, printed.name))
-                     for rank in ranks]
-        for process in processes:
+class ForkedJob:
+    """The ranks of a command that begins with python, torchrun or horovodrun --gloo, on this machine."""
+
+    def __init__(self, command, cwd, **environment):
+        self.command, self.server, self.printed = command, None, tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+        words = shlex.split(command)
+        while re.fullmatch(r"\w+=.*", words[0]):
+            name, _, environment[name] = words.pop(0).partition("=")
+        if words[0] == "torchrun":
+            parsed = torch.distributed.run.parse_args(words[1:])
+            arguments = [parsed.training_script, *parsed.training_script_args]
+            ranks = torchrun_ranks(int(parsed.nproc_per_node))
+        elif words[:3] == ["horovodrun", "--gloo", "-np"]:
+            arguments = words[5:]
+            ranks, self.server = horovodrun_ranks(int(words[3]))
+        else:
+            arguments, ranks = words[1:], [{}]
+        setting = {**launch.ENVIRONMENT, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+        self.ranks = [CONTEXT.Process(target=run_script, args=(arguments, str(cwd), setting | rank, self.printed.name))
+                      for rank in ranks]
+        for process in self.ranks:
             process.start()
-        end = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, end - time.monotonic()))
-        hanging = [process for process in processes if process.is_alive()]
-        for process in hanging:
+
+    def output(self):
+        return Path(self.printed.name).read_text()
+
+    def running(self):
+        return any(process.is_alive() for process in self.ranks)
+
+    def kill(self):
+        for process in self.ranks:
             process.kill()
-        output, ended_with = Path(printed.name).read_text(), max(process.exitcode or 0 for process in processes)
-    assert not hanging, f"{command} still ran after {timeout} s:\n{output}"
-    assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{output}"
-    return output
+
+    def finish(self, timeout=150):
+        """Wait for the end, and return the highest exit status."""
+        end = time.monotonic() + timeout
+        for process in self.ranks:
+            process.join(max(0, end - time.monotonic()))
+        hangs = self.running()
+        self.kill()
+        if self.server:
+            self.server.stop()
+        assert not hangs, f"{self.command} still ran after {timeout} s:\n{self.output()}"
+        return max(abs(process.exitcode) for process in self.ranks)
+
+
+def compute(command, cwd, status=0, timeout=150, **environment):
+    """Do what launch.run does, with forked processes where the launcher is not mpirun."""
+    if command.startswith("mpirun"):
+        return launch.run(command, cwd, status, timeout, **environment)
+    job = ForkedJob(command, cwd, **environment)
+    ended_with = job.finish(timeout)
+    assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
+    return job.output()

@@ -98,6 +98,9 @@ class Job:
             assert time.monotonic() < end, f"{self.command}: no '{text}' in {timeout} s:\n{self.output()}"
             time.sleep(0.05)
 
+    def running(self):
+        return self.process.poll() is None
+
     def signal(self, number, everyone=False):
         """Send a signal to what a terminal would: the process group; or to each process that there is."""
         if everyone:
@@ -105,6 +108,10 @@ class Job:
                 process.send_signal(number)
         else:
             os.killpg(self.process.pid, number)
+
+    def kill(self):
+        self.signal(signal.SIGKILL)  # first the launcher and its process group: ranks end with their launcher
+        self.signal(signal.SIGKILL, everyone=True)
 
     def finish(self, timeout=150):
         """Wait for the end, check that nothing is left 5 s later, and return the exit status."""
@@ -128,6 +135,8 @@ def run(command, cwd, status=0, timeout=150, **environment):
     job = Job(command, cwd, **environment)
     ended_with = job.finish(timeout)
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
+    # What gloo prints at the end of a process in which the DDP wrapper outlives the process group
+    assert "terminate called" not in job.output(), job.output()
     return job.output()
 
 

@@ -7,6 +7,7 @@ import model
 import pytest
 import runs
 import scaling
+from forked import compute
 from launch import Job, need_horovod, run
 from recipes import ROOT
 
@@ -53,7 +54,7 @@ def test_the_page_of_the_model(tmp_path):
          "split": {"forward": 1, "backward": 1}}
         for strategy, p, seconds in (("single", 1, step), ("ddp_launch", 2, step + model.ring(2, size, alpha, beta)))]}
     (tmp_path / "scaling.json").write_text(json.dumps(scaling))
-    shown = run(f"python {ROOT}/benchmarks/model.py --out .", cwd=tmp_path)
+    shown = compute(f"python {ROOT}/benchmarks/model.py --out .", cwd=tmp_path)
     for line in ("| gloo | 2 | 100 | 1.00 |", "| mnist | convnet | 1 | 20.0 | 20.0 | 1.00 |",
                  "| mnist | convnet | 2 | 20.3 | 20.3 | 1.00 |"):
         assert line in shown
@@ -92,7 +93,7 @@ def test_scaling(tmp_path):
     ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is no timeline of Horovod"),
 ], ids=lambda value: value.split()[0])
 def test_wrong_input(command, says, tmp_path):
-    shown = run(f"python {ROOT}/benchmarks/{command}", cwd=tmp_path, status=2, CUDA_VISIBLE_DEVICES="")
+    shown = compute(f"python {ROOT}/benchmarks/{command}", cwd=tmp_path, status=2)
     assert shown.startswith(says)
     assert shown.count("\n") == 1
     assert not list(tmp_path.iterdir())
@@ -112,9 +113,9 @@ def test_start_up(tmp_path):
 
 def test_timeline(tmp_path):
     need_horovod("gloo")
-    run(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1", cwd=tmp_path,
-        HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
-    run(f"python {ROOT}/benchmarks/timeline.py timeline.json timeline.svg", cwd=tmp_path)
+    compute(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1", cwd=tmp_path,
+            HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
+    compute(f"python {ROOT}/benchmarks/timeline.py timeline.json timeline.svg", cwd=tmp_path)
     picture = (tmp_path / "timeline.svg").read_text()
     for text in ("GLOO_ALLREDUCE", "9.weight", "0.bias"):
         assert text in picture

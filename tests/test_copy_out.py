@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import signal
 import time
 
 import pytest
 import torch
-from forked import compute
-from launch import Job, checkpoint, need_horovod, run
+from forked import ForkedJob, compute
+from launch import Job, checkpoint, need_horovod
 from recipes import RECIPES, ROOT, carried, name_of
 
 STARTS = {
@@ -131,24 +130,23 @@ def test_a_script_of_ones_own(recipe, tmp_path):
     if recipe == "hvd.py":
         need_horovod("gloo")
     command = f"{own_script(tmp_path, recipe)} --device cpu --checkpoint-every 3 --resume auto"
-    shown = run(f"{command} --log-dir whole", cwd=tmp_path)
-    assert re.match(r"mine: .* world size 2 .* 32 global \| learning rate 0\.02\n", shown)
+    shown = compute(f"{command} --log-dir whole", cwd=tmp_path)
+    assert re.match(r"mine: .* world size 2 .* 32 global \| lr 0\.02\n", shown)
     whole = json.loads((tmp_path / "whole" / "results.json").read_text())["epochs"]
     assert [(epoch["train"]["images"], epoch["val"]["images"]) for epoch in whole] == [(992, 200)] * 3
     assert whole[-1]["val"]["accuracy"] > 0.8, "chance is 0.25"
 
-    job = Job(f"{command} --log-dir part", cwd=tmp_path)
+    job = ForkedJob(f"{command} --log-dir part", cwd=tmp_path)
     end = time.monotonic() + 90
     while not (tmp_path / "part" / "last.pt").exists():
-        assert time.monotonic() < end and job.process.poll() is None, job.output()
+        assert time.monotonic() < end and job.running(), job.output()
         time.sleep(0.01)
-    job.signal(signal.SIGKILL)
-    job.signal(signal.SIGKILL, everyone=True)
+    job.kill()
     assert job.finish() != 0
     killed = checkpoint(tmp_path / "part")
     assert (killed["epoch"], killed["samples"] % 96) == (0, 0)
     assert f"resumed from part/last.pt at epoch 1, sample {killed['samples']}" in \
-        run(f"{command} --log-dir part", cwd=tmp_path)
+        compute(f"{command} --log-dir part", cwd=tmp_path)
     undisturbed, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
     for name in ("model", "optimizer"):
         torch.testing.assert_close(resumed[name], undisturbed[name], rtol=0, atol=0)
@@ -158,24 +156,24 @@ def test_a_script_of_ones_own(recipe, tmp_path):
 
     # OneCycleLR counts steps, and keeps its rate: it goes on with the same global batch and scaled rate alone
     alone = "python train.py --device cpu --epochs 3 --resume whole/previous.pt --dry-run"
-    line, = run(f"{alone} -b 16", cwd=tmp_path, status=2, **BY_HAND).splitlines()
+    line, = compute(f"{alone} -b 16", cwd=tmp_path, status=2, **BY_HAND).splitlines()
     assert "scheduler" in line
     assert "'global_batch': 32" in line and "'global_batch': 16" in line
-    line, = run(f"{alone} -b 32", cwd=tmp_path, status=2, **BY_HAND).splitlines()
+    line, = compute(f"{alone} -b 32", cwd=tmp_path, status=2, **BY_HAND).splitlines()
     assert "'lr': 0.02" in line and "'lr': 0.01" in line
-    assert "resumed from" in run(f"{alone} -b 32 --lr 0.02", cwd=tmp_path, **BY_HAND)
+    assert "resumed from" in compute(f"{alone} -b 32 --lr 0.02", cwd=tmp_path, **BY_HAND)
 
 
 def test_a_script_of_ones_own_says_what_it_takes(tmp_path):
     """A flag that it leaves out is not in its --help; a scheduler that no run could read back is refused at once."""
     own_script(tmp_path, "ddp_launch.py")
-    shown = run("python train.py --help", cwd=tmp_path)
+    shown = compute("python train.py --help", cwd=tmp_path)
     assert "--batch-size" in shown
     assert "--synthetic" not in shown
     assert "--data-dir" not in shown
     text = (tmp_path / "train.py").read_text()
     line, = re.findall(r"torch\.optim\.lr_scheduler\.OneCycleLR\(.*\)", text)
     (tmp_path / "train.py").write_text(text.replace(line, "torch.optim.lr_scheduler.LambdaLR(optimizer, Factor())"))
-    line, = run("python train.py --device cpu --log-dir log", cwd=tmp_path, status=2, **BY_HAND).splitlines()
+    line, = compute("python train.py --device cpu --log-dir log", cwd=tmp_path, status=2, **BY_HAND).splitlines()
     assert "scheduler" in line
     assert not (tmp_path / "log").exists()

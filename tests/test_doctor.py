@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 from cluster import SlurmJob
+from forked import compute
 from launch import Job, need_horovod, run
 from recipes import ROOT, commands
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -51,8 +52,8 @@ def test_three_processes_which_do_not_divide_the_images():
 
 
 def test_real_images_and_a_warning(real_data):
-    output = run(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset mnist --data-dir {real_data('mnist')}",
-                 cwd=ROOT, OMP_NUM_THREADS=str(CORES))
+    output = compute(f"torchrun --nproc-per-node=2 {SCRIPT} --dataset mnist --data-dir {real_data('mnist')}",
+                     cwd=ROOT, OMP_NUM_THREADS=str(CORES))
     assert f"mnist: {SHARES.format('59,904 of 60,000', ' (96 fill no global batch)', '10,000')}" in output
     assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
     assert "doctor: all is well but for the warnings: " in verdict(output)
@@ -64,7 +65,7 @@ def test_wrong_inputs(tmp_path):
                              ("--synthetic 100", "do not fill one batch of 128"),
                              ("--recipe none.py", "there is no such file"),
                              (f"--recipe {ROOT}/mnist/single.py --data MyDataset", "single.py has no MyDataset")):
-        lines = run(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
+        lines = compute(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
         assert lines[-1].startswith("doctor.py: ") and complaint in lines[-1]
 
 
@@ -90,18 +91,18 @@ def load(args):
 def test_a_recipe_of_ones_own(tmp_path):
     (tmp_path / "train.py").write_text(MINE.format(root=str(ROOT)))
     mine = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe train.py"
-    output = run(f"{mine} --data load -b 12", cwd=tmp_path)
+    output = compute(f"{mine} --data load -b 12", cwd=tmp_path)
     assert f"mine: {SHARES.format('96 of 100', ' (4 fill no global batch)', '30')}" in output
     assert "batch 12 per process, 24 global | 4 steps per epoch" in output and "learning rate 1 (--lr 0.5" in output
-    output = run(f"{mine} --data load", cwd=tmp_path, status=1, MORE="1")
+    output = compute(f"{mine} --data load", cwd=tmp_path, status=1, MORE="1")
     assert "the data set is not the same on all ranks (100 and 30 images on rank 0, 110 and 30 images on rank 1)" \
         in verdict(output)
-    output = run(mine, cwd=tmp_path, MORE="1")
+    output = compute(mine, cwd=tmp_path, MORE="1")
     assert verdict(output).startswith("doctor: all is well: world size 2") and "an epoch trains" not in output
 
 
 def test_no_data_set(tmp_path):
-    output = run(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset none --device cpu", cwd=tmp_path)
+    output = compute(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset none --device cpu", cwd=tmp_path)
     assert verdict(output).startswith("doctor: all is well: world size 2") and "the sums are right" in output
 
 
@@ -149,7 +150,7 @@ def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
     text = (tmp_path / file).read_text()
     assert text.count(line) == 1
     (tmp_path / file).write_text(text.replace(line, replacement))
-    assert complaint in run("torchrun --standalone --nproc-per-node=2 scripts/doctor.py", cwd=tmp_path, status=1)
+    assert complaint in compute("torchrun --standalone --nproc-per-node=2 scripts/doctor.py", cwd=tmp_path, status=1)
 
 
 def test_a_rank_that_never_comes(tmp_path):

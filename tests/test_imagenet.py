@@ -177,7 +177,8 @@ def test_corrupt_image(loader, workers, spoil, photos, tmp_path):
 def test_corrupt_image_ends_the_run(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "tree")
     (tmp_path / "tree" / "train" / "class2" / "00002.JPEG").write_bytes(b"no image")
-    output = run(f"{SINGLE} --data-dir tree --arch lenet -b 27 --image-size 32 -j 1 --log-dir log", tmp_path, status=1)
+    output = compute(f"{SINGLE} --data-dir tree --arch lenet -b 27 --image-size 32 -j 1 --log-dir log", tmp_path,
+                     status=1)
     assert "tree/train/class2/00002.JPEG is not an image" in output.rstrip().splitlines()[-1]
 
 
@@ -346,11 +347,11 @@ def test_compiled_and_channels_last(tmp_path):
     need(shutil.which("g++"), "g++, which torch.compile needs on the CPU")
     command = (f"{SINGLE} --synthetic 256 --arch convnet --image-size 32 -b 64 --lr 0.005 --epochs 2 --device cpu "
                "--warmup-epochs 0")
-    run(f"{command} --log-dir plain", cwd=tmp_path)
+    compute(f"{command} --log-dir plain", cwd=tmp_path)
     run(f"{command} --channels-last --compile --log-dir fast", cwd=tmp_path)
     plain, fast = checkpoint(tmp_path / "plain"), checkpoint(tmp_path / "fast")
     assert plain["history"][0]["train"]["loss"] == pytest.approx(fast["history"][0]["train"]["loss"], rel=1e-3)
-    assert "resumed from" in run(f"{command} --resume fast/previous.pt --log-dir on", cwd=tmp_path)
+    assert "resumed from" in compute(f"{command} --resume fast/previous.pt --log-dir on", cwd=tmp_path)
 
 
 def test_horovod_with_channels_last(tmp_path):
@@ -358,8 +359,8 @@ def test_horovod_with_channels_last(tmp_path):
     need_horovod("gloo")
     command = (f"{strategies(2, ROOT / 'imagenet')['hvd_gloo']} --synthetic 128 --arch convnet --image-size 32 -b 16 "
                "--lr 0.005 --epochs 1 --device cpu")
-    run(f"{command} --log-dir plain", cwd=tmp_path)
-    run(f"{command} --channels-last --log-dir last", cwd=tmp_path)
+    compute(f"{command} --log-dir plain", cwd=tmp_path)
+    compute(f"{command} --channels-last --log-dir last", cwd=tmp_path)
     plain, last = checkpoint(tmp_path / "plain"), checkpoint(tmp_path / "last")
     assert plain["history"][0]["train"]["loss"] == pytest.approx(last["history"][0]["train"]["loss"], rel=1e-3)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import compute
 from launch import Job, checkpoint, need_horovod, refused, refused_here, run
 from recipes import ROOT, commands
 from torchvision.datasets import MNIST
@@ -105,7 +106,7 @@ def test_a_package_that_is_missing(recipe, package, tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    run(f"{SINGLE} --synthetic 320 --epochs 2 --log-dir log", cwd=folder)
+    compute(f"{SINGLE} --synthetic 320 --epochs 2 --log-dir log", cwd=folder)
     return folder / "log"
 
 
@@ -158,7 +159,7 @@ def test_broken_checkpoint(log, tmp_path):
     last.write_bytes(whole[:-1000])
     assert "log/last.pt" in refused_here("mnist/single.py --synthetic 320 --resume log/last.pt", tmp_path)
     assert "log/last.pt" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
-    output = run(f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume auto", cwd=tmp_path)
+    output = compute(f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume auto", cwd=tmp_path)
     assert "skipped log/last.pt: " in output
     assert "resumed from log/previous.pt at epoch 2, sample 0" in output
     assert (log / "last.pt.damaged").read_bytes() == whole[:-1000], "it is set aside, and not lost"
@@ -216,7 +217,7 @@ def test_a_cifar10_batch_of_another_kind(tmp_path):
 
 
 def test_help_shows_commands_groups_and_defaults(tmp_path):
-    shown = run(f"{SINGLE} --help", cwd=tmp_path)
+    shown = compute(f"{SINGLE} --help", cwd=tmp_path)
     for part in (*commands(ROOT / "mnist" / "single.py"), "data:", "training:", "device:", "output:", "(default: 64)"):
         assert part in shown
     assert "default: None" not in shown

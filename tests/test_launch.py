@@ -16,6 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch.distributed.run
+from forked import compute
 from launch import Job, need_horovod, run, strategies
 from recipes import RECIPES, ROOT, commands, name_of, small
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -74,13 +75,10 @@ def test_docstring_command(recipe, group, tmp_path):
     strategy = next(names[part] for part in names if part in group[0])
     world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
     assert re.match(f"{recipe.parent.name}: {strategy} \\| world size {world_size} \\|", first), first
-    for part in ("device ", "batch 32 per process",
-                 f"{32 * world_size} global", "learning rate 0.0"):
-        assert part in first, first
+    assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in first, first
     assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "not one process speaks, but several"
-    assert len(re.findall(r"^epoch 1/1: train loss [\d.]+ acc [\d.]+%( top-5 [\d.]+%)? \| "
-                          r"val loss [\d.]+ acc [\d.]+%( top-5 [\d.]+%)? \| "
-                          r"[\d,]+ images/s \| [\d.]+ s \| \d+% data wait$", output, re.MULTILINE)) == 1, output
+    assert len(re.findall(r"^epoch 1/1: loss [\d.]+ acc [\d.]+% \| val loss [\d.]+ acc [\d.]+% \| [\d,]+ images/s \| "
+                          r"\d+% data wait$", output, re.MULTILINE)) == 1, output
     results = json.loads((tmp_path / "log" / "results.json").read_text())
     assert results["world_size"] == world_size
     assert results["epochs"][0]["train"]["images"] == 2048
@@ -98,16 +96,16 @@ def test_must_show_horovodrun(tmp_path):
 
 
 def test_underscores_and_scaling(tmp_path):
-    output = run(f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic 512 --batch_size 32 --scale_lr sqrt --lr 0.1 "
+    output = compute(f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic 512 --batch_size 32 --scale_lr sqrt --lr 0.1 "
                  "--dry_run", cwd=tmp_path)
-    assert "batch 32 per process, 64 global | learning rate 0.141421" in output
+    assert "batch 32 per process, 64 global | lr 0.141421" in output
     assert not (tmp_path / "runs").exists(), "--dry-run leaves no files"
 
 
 def test_tensorboard_has_the_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run(f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 2 --log-dir log", cwd=tmp_path)
+    compute(f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 2 --log-dir log", cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "log")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["lr", "perf/images_per_sec", "train/accuracy", "train/loss",
                                                 "val/accuracy", "val/loss"]
@@ -123,7 +121,7 @@ def test_tensorboard_has_the_scalars(tmp_path):
 def test_profile(images, steps, tmp_path):
     """The trace has the steps from the seventh on, up to ten of the first epoch, with DDP's all-reduces."""
     command = strategies(2, ROOT / "mnist")["ddp_launch"]
-    run(f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path)
+    compute(f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path)
     trace, = (tmp_path / "log").glob("trace-*.json.gz")
     assert trace.name == "trace-epoch-0001.json.gz"
     names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
@@ -152,8 +150,8 @@ def test_progress_bar_on_a_terminal_only(tmp_path):
 
 def test_horovod_timeline(tmp_path):
     need_horovod("gloo")
-    run(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 512 --dry-run", cwd=tmp_path,
-        HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
+    compute(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 512 --dry-run", cwd=tmp_path,
+            HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
@@ -209,15 +207,6 @@ def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     job.wait_for("epoch 3/")
     job.process.terminate()
     assert job.finish(timeout=30) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("launcher", ["ddp_launch", "ddp_spawn"])
-def test_five_clean_ends_in_a_row(launcher, tmp_path):
-    """gloo aborts the process in a good part of the runs where the DDP wrapper is there longer than the group."""
-    for _ in range(5):
-        output = run(f"{strategies(2, ROOT / 'mnist')[launcher]} --synthetic 640 --dry-run --device cpu", cwd=tmp_path)
-        assert "terminate called" not in output
-        assert "Traceback" not in output
 
 
 def flags_of(recipe):

@@ -74,7 +74,7 @@ BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "
 
 def commands_of(document):
     """(heading, command) of each command in a document, in its order."""
-    text, heading, found = document.read_text(), "", []
+    text, heading, found = re.sub(r"\\\n *", "", document.read_text()), "", []
     for part in PART.finditer(text):
         language, block, new_heading, indented, span = part.groups()
         heading = new_heading or heading

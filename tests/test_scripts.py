@@ -1,8 +1,7 @@
 """scripts/export.py."""
 
-
 import torch
-from launch import run
+from forked import compute
 from recipes import ROOT
 from safetensors.torch import load_file
 
@@ -11,14 +10,14 @@ EXPORT = f"python {ROOT}/scripts/export.py"
 
 def refused(command, cwd, **environment):
     """The one line with which it refuses a wrong input."""
-    output = run(command, cwd=cwd, status=2, **environment)
+    output = compute(command, cwd=cwd, status=2, **environment)
     assert output.count("\n") == 1, output
     return output
 
 
 def test_export(tmp_path):
-    run(f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --log-dir log", cwd=tmp_path)
-    assert run(f"{EXPORT} log/best.pt weights.safetensors", cwd=tmp_path) == ""
+    compute(f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --log-dir log", cwd=tmp_path)
+    assert compute(f"{EXPORT} log/best.pt weights.safetensors", cwd=tmp_path) == ""
     weights, model = load_file(tmp_path / "weights.safetensors"), torch.load(tmp_path / "log" / "best.pt")["model"]
     assert weights.keys() == model.keys()
     assert all(torch.equal(weights[name], model[name]) for name in model)
