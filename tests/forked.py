@@ -114,3 +114,11 @@ def compute(command, cwd, status=0, timeout=150, **environment):
     ended_with = job.finish(timeout)
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
     return job.output()
+
+
+def refused(command, cwd):
+    """The one line that a command prints before it ends with status 2."""
+    before = launch.everything(cwd)
+    line = launch.one_line(compute(command, cwd, status=2))
+    assert launch.everything(cwd) == before, "a refused run leaves nothing behind"
+    return line

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import ForkedJob, compute
 from launch import Job, checkpoint, need_horovod
-from recipes import RECIPES, ROOT, carried, name_of
+from recipes import RECIPES, ROOT, carried, name_of, small
 
 STARTS = {
     "single.py": "python {}", "dp.py": "python {}", "ddp_spawn.py": "python {} -g 2", "hvd.py":
@@ -30,7 +30,7 @@ def test_copy_out(recipe, tmp_path):
     for path in carried(recipe):
         shutil.copy(path, {recipe: copy}.get(path, project / "common" / path.name if path.parent.name == "common"
                                              else copy.parent / path.name))
-    command = f"{STARTS[recipe.name].format(copy)} --synthetic 512 --dry-run"
+    command = f"{STARTS[recipe.name].format(copy)} {small(recipe.parent.name)} --synthetic 512 --dry-run"
     if recipe.name == "apex_amp.py":  # without a launcher, if not without Apex
         job = Job(command, cwd=elsewhere)
         assert job.finish() != 0

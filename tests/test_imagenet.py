@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
-from forked import compute
+from forked import compute, refused
 from launch import (
     TOLERANCE,
     Job,
@@ -21,7 +21,6 @@ from launch import (
     largest_difference,
     need,
     need_horovod,
-    refused,
     refused_here,
     run,
     strategies,

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
+from forked import compute
 from launch import Job, need, need_horovod, run
 from recipes import RECIPES, ROOT, commands
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -189,7 +190,9 @@ class Reader:
         assert re.search(r"epoch \d/|nothing left to do for|doctor: all is well|images of val: ", output), output
 
     def run(self, command, status=0):
-        return run(command, self.folder, status, **self.environment)
+        """A script in forked processes where that is the same; test_launch.py has the launchers themselves."""
+        forks = re.match(r"(\w+=\S+ )*(python \w|torchrun|horovodrun --gloo)", command) and "--compile" not in command
+        return (compute if forks else run)(command, self.folder, status, **self.environment)
 
     def on_cluster(self, command):
         need_cluster()

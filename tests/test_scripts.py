@@ -1,18 +1,12 @@
 """scripts/export.py."""
 
 import torch
-from forked import compute
+from forked import compute, refused
+from launch import run
 from recipes import ROOT
 from safetensors.torch import load_file
 
 EXPORT = f"python {ROOT}/scripts/export.py"
-
-
-def refused(command, cwd, **environment):
-    """The one line with which it refuses a wrong input."""
-    output = compute(command, cwd=cwd, status=2, **environment)
-    assert output.count("\n") == 1, output
-    return output
 
 
 def test_export(tmp_path):
@@ -33,4 +27,4 @@ def test_export(tmp_path):
 
 def test_export_without_safetensors(tmp_path):
     (tmp_path / "safetensors.py").write_text("raise ImportError")
-    assert "pip install safetensors" in refused(f"{EXPORT} a b", tmp_path, PYTHONPATH=str(tmp_path))
+    assert "pip install safetensors" in run(f"{EXPORT} a b", tmp_path, status=2, PYTHONPATH=str(tmp_path))
