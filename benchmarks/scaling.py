@@ -78,6 +78,10 @@ def ratio(run, other, times=1):
                                                              strict=False))
 
 
+def name_of(run):
+    return f"{run['dataset']}: {runs.TITLES[run['strategy']]} x{run['processes']}"
+
+
 def rows(results):
     """Each run once for each mode that it belongs to, with its efficiencies."""
     found = [run | {"mode": mode} for run in results for mode in run["modes"]]
@@ -117,9 +121,8 @@ def markdown(result, found):
     lines += ["## What a step consists of, in ms", "",
               "From a trace (`--profile`) of a run of its own, the same batch per process; communication is what is",
               "not hidden behind backward. See `parts` in benchmarks/runs.py.", "", runs.table(
-                  ["dataset", "strategy", "processes", *PARTS],
-                  [[run["dataset"], runs.TITLES[run["strategy"]], run["processes"],
-                    *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)] for run in split], left=2), "",
+                  ["run", *PARTS], [[name_of(run), *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)]
+                                    for run in split]), "",
               "![images/s over processes, and what a step consists of](scaling.svg)"]
     return "\n".join(lines)
 
@@ -142,7 +145,7 @@ def draw(arguments, result, found):
                ylabel="images/s", ylim=(0, None), xticks=sorted({run["processes"] for run in chosen}))
         ax.legend()
     split = [run for run in found if "split" in run and run["mode"] == "weak"]
-    labels = [f"{run['dataset']}: {runs.TITLES[run['strategy']]} x{run['processes']}" for run in split]
+    labels = [name_of(run) for run in split]
     left = [0.0] * len(split)
     for part, color in zip(PARTS, PART_COLORS, strict=True):
         shares = [100 * run["split"][part] / sum(run["split"].values()) for run in split]
