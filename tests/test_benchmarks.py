@@ -2,16 +2,15 @@
 
 import gzip
 import json
+import sys
 
 import model
 import pytest
 import runs
 import scaling
 from forked import compute
-from launch import Job, need_horovod, run
+from launch import need_horovod, run
 from recipes import ROOT
-
-SCALING = f"python {ROOT}/benchmarks/scaling.py"
 
 
 def test_what_an_all_reduce_takes():
@@ -71,11 +70,15 @@ def test_the_published_table():
     assert min((8, 16, 32), key=lambda p: seconds("mnist", p)) == 32
 
 
-def test_scaling(tmp_path):
-    job = Job(f"{SCALING} --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --out one", tmp_path)
-    assert job.finish(timeout=350) == 0, job.output()  # seven runs of recipes
-    assert "| DDP, torchrun | 2 | 64 | 128 |" in job.output()
-    assert "scaling: 100%" in job.output()
+def test_scaling(tmp_path, monkeypatch, capsys):
+    flags = "--datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu --out one"
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *flags.split()])
+    monkeypatch.setitem(scaling.WORK, "mnist", scaling.WORK["mnist"] | {"steps": 8, "epochs": 2})
+    monkeypatch.chdir(tmp_path)
+    scaling.main()  # six runs of recipes
+    shown = capsys.readouterr()
+    assert "| DDP, torchrun | 2 | 64 | 128 |" in shown.out
+    assert "scaling: 100%" in shown.err
     result = json.loads((tmp_path / "one" / "scaling.json").read_text())
     assert {"command", "hardware", "versions", "date", "threads"} <= result.keys()
     by_name = {(r["strategy"], r["processes"], *r["modes"]): r for r in result["runs"]}

@@ -168,8 +168,8 @@ def test_tiny_shared_memory(tree, tmp_path):
 
 def test_stack_dump(tmp_path):
     """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and training goes on."""
-    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 30", cwd=tmp_path)
-    job.wait_for("epoch 1/30")
+    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 5", cwd=tmp_path)
+    job.wait_for("epoch 1/5")
     processes = [process for process in job.alive() if re.search("ddp_spawn|spawn_main", " ".join(process.cmdline()))]
     assert len(processes) == 3, "two ranks, and the one that started them"
     for process in processes:
