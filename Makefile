@@ -5,6 +5,8 @@ PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
 REQUIRE_ALL ?=
 export REQUIRE_ALL
+# three tests at a time on two cores: some of them wait
+PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist worksteal
 SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
@@ -16,10 +18,10 @@ demo: $(VENV)/.recipes
 	@echo "or run another recipe: the table in README.md says which."
 
 check: lint
-	$(VENV)/bin/python -m pytest -n 2 -m check
+	$(PYTEST) -m check
 
 test: $(VENV)/.tools $(VENV)/.horovod
-	$(VENV)/bin/python -m pytest -n 2
+	$(PYTEST)
 
 lint: $(VENV)/.tools
 	$(VENV)/bin/ruff check .
@@ -42,6 +44,6 @@ benchmarks: $(VENV)/.tools $(VENV)/.horovod
 	PATH="$(abspath $(VENV))/bin:$$PATH" benchmarks/all.sh
 
 fuzz: $(VENV)/.tools
-	FUZZ=200000 $(VENV)/bin/python -m pytest -n 2 --timeout 0 tests/test_checkpoint.py -k fuzz
+	FUZZ=200000 $(PYTEST) --timeout 0 tests/test_checkpoint.py -k fuzz
 
 .PHONY: demo check test lint benchmarks fuzz

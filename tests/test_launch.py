@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch.distributed.run
-from forked import compute
+from forked import ForkedJob, compute
 from launch import Job, need_horovod, run, strategies
 from recipes import RECIPES, ROOT, commands, name_of, small
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -25,7 +25,7 @@ SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
 
 def jobs():
-    """(recipe, commands that make one run): those that name a machine by -nr belong together.
+    """(recipe, commands that make one run, how to start them): those that name a machine by -nr belong together.
 
     The recipes of the other data sets have the same commands (test_siblings.py), and test_copy_out.py starts each.
     """
@@ -34,8 +34,10 @@ def jobs():
         together = [line for line in lines if "-nr " in line]
         groups = [[line] for line in lines if line not in together] + ([together] if together else [])
         for group in groups:
-            marks = [pytest.mark.check] * (group is groups[0])
-            yield pytest.param(recipe, group, id=group[-1].replace(" ", "_").replace("/", "."), marks=marks)
+            first = group is groups[0]
+            start = ForkedJob if not first and group[0].startswith(("torchrun", "horovodrun --gloo")) else Job
+            yield pytest.param(recipe, group, start, id=group[-1].replace(" ", "_").replace("/", "."),
+                               marks=[pytest.mark.check] * first)
 
 
 def apex_there():
@@ -49,8 +51,8 @@ def test_every_recipe_names_a_command():
         assert all(name_of(recipe) in line for line in commands(recipe))
 
 
-@pytest.mark.parametrize(("recipe", "group"), list(jobs()))
-def test_docstring_command(recipe, group, tmp_path):
+@pytest.mark.parametrize(("recipe", "group", "start"), list(jobs()))
+def test_docstring_command(recipe, group, start, tmp_path):
     if "hvd.py" in recipe.name:
         need_horovod(*group)
     started, port = [], str(get_free_port())
@@ -59,7 +61,7 @@ def test_docstring_command(recipe, group, tmp_path):
         line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
         # a rate for small batches of generated images
         command = f"{line} {SMALL} {small(recipe.parent.name)} --model convnet --lr 0.005 --log-dir {tmp_path}/log"
-        started.append(Job(command, cwd=ROOT))
+        started.append(start(command, cwd=ROOT))
     status = [job.finish() for job in started]
     output = "".join(job.output() for job in started)
     if recipe.name == "apex_amp.py" and not apex_there():
@@ -85,14 +87,6 @@ def test_docstring_command(recipe, group, tmp_path):
     assert results["epochs"][0]["val"]["images"] == 2048 // 5
     assert results["epochs"][0]["train"]["accuracy"] > 0.3, "chance is 0.1"
     assert (tmp_path / "log" / "last.pt").exists()
-
-
-def test_must_show_horovodrun(tmp_path):
-    need_horovod("gloo")
-    output = run("horovodrun -np 2 python cifar10/hvd.py --synthetic --model convnet --epochs 1 "
-                 f"--log-dir {tmp_path}/log", cwd=ROOT, CUDA_VISIBLE_DEVICES="")
-    assert len(re.findall(r"^cifar10: ", output, re.MULTILINE)) == 1
-    assert len(re.findall(r"^epoch 1/1: ", output, re.MULTILINE)) == 1
 
 
 def test_underscores_and_scaling(tmp_path):
@@ -190,8 +184,9 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
     assert job.output() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-@pytest.mark.parametrize("launcher", strategies(2, ""))
+@pytest.mark.parametrize(("launcher", "number"), [
+    *((launcher, signal.SIGKILL) for launcher in strategies(2, "")),
+    *((launcher, signal.SIGTERM) for launcher in ("ddp_launch", "hvd_gloo", "hvd_mpi"))])  # the next test has ddp_spawn
 def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.process.send_signal(number)  # to it alone
