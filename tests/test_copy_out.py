@@ -94,7 +94,7 @@ REPLACED = {
     '    state = {"model": model, "optimizer": optimizer}':
     "    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=args.epochs * len(train))\n"
     '    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}',
-    "        for group in optimizer.param_groups:\n"
+    "        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0\n"
     '            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))': "",
 }
 # ... and for each

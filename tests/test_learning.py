@@ -27,7 +27,7 @@ def test_real_mnist(strategy, model, real_data, tmp_path):
     assert learns(f"{command} --data-dir {real_data('mnist')} --model {model}", 1, 10_000, tmp_path) >= 0.97
 
 
-@pytest.mark.parametrize(("strategy", "epochs", "accuracy"), [("single", 2, 0.55), ("ddp_launch", 3, 0.5)])
+@pytest.mark.parametrize(("strategy", "epochs", "accuracy"), [("single", 1, 0.45), ("ddp_launch", 1, 0.4)])
 def test_real_cifar10(strategy, epochs, accuracy, real_data, tmp_path):
     """What somebody without a GPU tries learns with the defaults."""
     command = {"single": f"python {ROOT}/cifar10/single.py", **strategies(2, ROOT / "cifar10")}[strategy]

@@ -103,10 +103,8 @@ def test_what_the_files_name_is_there():
 
 HOSTS = {
     "horovodrun -H": "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py",
-    "horovodrun --gloo -H": "horovodrun --gloo -np 4 -H node1:2,node2:2 python cifar10/hvd.py",
     "horovodrun.sh": "slurm/horovodrun.sh hosts cifar10/hvd.py",
     "mpirun.sh": "slurm/mpirun.sh hosts cifar10/hvd.py",
-    "mpirun": "mpirun --hostfile hosts --bind-to none -x PATH python cifar10/hvd.py",
 }
 
 
