@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measure all that benchmarks/results has, on this machine: make benchmarks. Less than 15 minutes on two cores,
-# which should have nothing else to do. An argument is the folder for the results; what follows goes to the scripts that
+# Measure everything in benchmarks/results on this machine: make benchmarks. Takes less than 15 minutes on two cores,
+# which should be idle otherwise. The first argument is the folder for the results; the others go to the scripts that
 # repeat runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."

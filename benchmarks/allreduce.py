@@ -4,13 +4,13 @@
     horovodrun --gloo -np 2 python benchmarks/allreduce.py
     mpirun -np 2 --bind-to none python benchmarks/allreduce.py
 
-torchrun's processes take torch.distributed with NCCL or gloo, all others (srun --mpi=pmix as well) take Horovod with
-NCCL, MPI or gloo. NCCL is for a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
+Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also srun --mpi=pmix) Horovod
+with NCCL, MPI or gloo. NCCL needs a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
 
-A repetition is up to 20 all-reduces in a row, and its time that of the slowest rank; the table has the median. The bus
-bandwidth is bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not depend on p (see
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors once in a cycle
-(HOROVOD_CYCLE_TIME, 1 ms unless it is set), and that is most of what a small message takes.
+A repetition is up to 20 all-reduces in a row, timed on the slowest rank; the table has the median. The bus bandwidth is
+bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not depend on p (see
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors once per cycle
+(HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time waiting for that.
 """
 
 import datetime
@@ -41,14 +41,14 @@ class Group:
         self.all_reduce, self.barrier, self.leave = all_reduce, barrier, leave
 
     def gather(self, own):
-        """[ranks, ...]: the tensor `own` of each rank, on the CPU: each fills in its row, and the sum has them all."""
+        """[ranks, ...]: the tensor `own` of each rank, on the CPU. Each rank fills its row; the sum has all rows."""
         rows = torch.zeros(self.world_size, *own.shape, device=self.device, dtype=own.dtype)
         rows[self.rank] = own
         self.all_reduce(rows)
         return rows.cpu()
 
     def gather_text(self, own):
-        """The text `own` of each rank, of which the first 8192 bytes count."""
+        """The text `own` of each rank, cut off after 8192 bytes."""
         rows = self.gather(torch.tensor(list(own.encode()[:8192].ljust(8192)), dtype=torch.int32))
         return [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
 
@@ -87,7 +87,7 @@ def join_horovod(pick_device):
     by_nccl = device.type == "cuda" and hvd.nccl_built()
     backend = "horovod-nccl" if by_nccl else "horovod-mpi" if hvd.mpi_enabled() else "horovod-gloo"
 
-    def all_reduce(tensor):  # by a name that comes again, as a gradient's does, and which Horovod then knows
+    def all_reduce(tensor):  # reuses names, as gradients do: Horovod caches them
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"{tensor.dtype} {tuple(tensor.shape)}")
 
     return Group(backend, device, hvd.local_rank(), hvd.local_size(), hvd.rank(), hvd.size(),
@@ -95,7 +95,7 @@ def join_horovod(pick_device):
 
 
 def sum_is_right(group, size):
-    """Whether an all-reduce of `size` bytes gives this rank the sum; it is of whole numbers, and exact."""
+    """Whether an all-reduce of `size` bytes gives this rank the exact sum (of whole numbers)."""
     values = torch.arange(size // 4, dtype=torch.int32, device=group.device).remainder_(1000).float()
     tensor = values + group.rank + 1
     group.all_reduce(tensor)
@@ -104,7 +104,7 @@ def sum_is_right(group, size):
 
 def seconds_of(group, size, repeats):
     """The seconds that an all-reduce of `size` bytes takes, in each repetition; the same on all ranks."""
-    tensor = torch.zeros(size // 4, device=group.device)  # whose sum is no larger after any number of calls
+    tensor = torch.zeros(size // 4, device=group.device)  # zeros: repeated sums do not grow
     calls = max(1, min(20, 2**22 // size))
     own = []
     for _ in range(1 + repeats):  # the first one warms up
@@ -133,10 +133,10 @@ def parse_args():
     parser.add_argument("--max-bytes", type=flags.number(int, 4), default=4**13, metavar="N",
                         help="the largest message")
     parser.add_argument("--repeats", type=flags.COUNT, default=9, metavar="N", help="repetitions of each size")
-    parser.add_argument("--json", metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
     args = parser.parse_args()
     if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
-        parser.error(f"--json {args.json}: the folder is not there")
+        parser.error(f"--json {args.json}: the folder does not exist")
     return args
 
 
@@ -151,7 +151,7 @@ def main():
 
     group = join(pick_device)
     if group.world_size == 1:
-        fail(f"one process reduces nothing: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
+        fail(f"one process has nothing to reduce: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
     hosts = sorted(set(group.gather_text(socket.gethostname())))
     device = f"{group.device.type} ({machine.hardware(group.device)})"
     result = {"backend": group.backend, "processes": group.world_size, "hosts": len(hosts), "sizes": [],

@@ -1,10 +1,10 @@
-"""Time the recipes' input pipeline against the usual one, which opens, converts and normalises an image at a time.
+"""Time the recipes' input pipeline against the usual one, which opens, converts and normalises one image at a time.
 
     OMP_NUM_THREADS=1 python benchmarks/data_path.py --data-dir data
 
-For each data set, in turn and repeated: a pass over the training images without a model, and an epoch of training by
-the recipe's own train_one_epoch, with the same model (ConvNet), batch size and threads. Prints the seconds of each run
-and the median of the ratios. Needs the real images; both pipelines run on the CPU, in one process, without workers.
+For each data set the pipelines alternate: a pass over the training images without a model, then an epoch by the
+recipe's own train_one_epoch, with the same model (ConvNet), batch size and threads. Prints the seconds of each run and
+the median of the ratios. Needs the real images; both pipelines run on the CPU, in one process, without workers.
 """
 
 import runpy
@@ -26,7 +26,7 @@ from common.run import Run
 
 
 class AnyCIFAR10(torchvision.datasets.CIFAR10):
-    """torchvision's, without the digests of the original archive: images that went through JPEG have others."""
+    """torchvision's, without checking the original's digests: images that went through JPEG have others."""
 
     def _check_integrity(self):
         return True
@@ -36,7 +36,7 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
 
 
 class Usual(DataLoader):
-    """With what train_one_epoch asks of a DataObject."""
+    """A DataLoader with the `waited` of a DataObject."""
 
     waited = 0.0
 

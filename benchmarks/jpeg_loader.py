@@ -1,11 +1,11 @@
-"""Time what one core reads of a tree of JPEGs: the usual ImageFolder pipeline, and each --loader of the recipes.
+"""Time how fast one core reads a tree of JPEGs: with the usual ImageFolder pipeline, and with each --loader.
 
     python benchmarks/jpeg_tree.py /tmp/tree
     python benchmarks/jpeg_loader.py --data-dir /tmp/tree --repeats 5
 
-One loader worker decodes, cuts out, resizes and hands over batches of training images, as for a GPU; another core takes
-them. In turn and repeated: images per second, and the median of the ratios to the usual pipeline of the same turn. The
-limit is what is left when nothing is done but to decode the crop.
+One loader worker decodes, crops and resizes training images, and passes the batches to another core, as for a GPU. The
+pipelines alternate. Prints images per second, and the median of the ratios to the usual pipeline in the same round. The
+limit is the speed of decoding the crop and nothing else.
 """
 
 import os
@@ -53,7 +53,7 @@ def of_the_recipes(dataset):
 
 
 def images_per_second(make):
-    """What one worker brings, from its first batch on."""
+    """The images per second of one worker, after its first batch."""
     batches = make()
     next(batches)
     start = time.perf_counter()
@@ -80,7 +80,7 @@ def main():
             rates[name].append(images_per_second(make))
     for name, values in rates.items():
         ratio = statistics.median(mine / usual for mine, usual in zip(values, rates["usual pipeline"], strict=True))
-        print(f"{name:40s} {statistics.median(values):6.0f} images/s and core, {ratio:.2f} times the usual "
+        print(f"{name:40s} {statistics.median(values):6.0f} images/s per core, {ratio:.2f} times the usual "
               f"({', '.join(f'{value:.0f}' for value in values)})")
 
 

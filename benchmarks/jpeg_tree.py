@@ -1,8 +1,8 @@
-"""Make a tree of JPEG files that cost a decoder what ImageNet's photographs cost: about 500x375 pixels and 110 KB each.
+"""Make a tree of JPEG files as costly to decode as ImageNet's photographs: about 500x375 pixels and 110 KB each.
 
     python benchmarks/jpeg_tree.py DIR --images 400
 
-Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close to grey; so have
+Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close to grey; so do
 these. The quality of each is the highest that keeps it below 115 KB. DIR/train and DIR/val have four classes each.
 """
 
@@ -38,7 +38,7 @@ def encoded(image):
 
 
 def make(folder, images):
-    """Fill `folder`/train with so many images and `folder`/val with a fifth as many; returns the mean size in bytes."""
+    """Fill `folder`/train with `images` images, `folder`/val with a fifth as many; returns the mean size in bytes."""
     generator, sizes = np.random.default_rng(0), []
     for split, count in (("train", images), ("val", images // 5)):
         for number in range(count):

@@ -11,7 +11,7 @@ import torch
 
 
 def versions():
-    """The versions of Python, of the packages that are installed, and of what is below torch and Horovod."""
+    """The versions of Python, of the installed packages, and of the libraries under torch and Horovod."""
     found = {"python": platform.python_version()}
     for package in ("torch", "torchvision", "horovod", "apex"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -31,7 +31,7 @@ def hardware(device):
 
 
 def cpu():
-    """The name of the CPU, as the kernel has it (on Linux)."""
+    """The name of the CPU, as the kernel reports it (on Linux)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -9,8 +9,8 @@ over p processes then takes
     ring:  2 (p - 1) alpha + 2 (p - 1)/p n beta      tree:  2 log2(p) (alpha + n beta)
 
 (Thakur et al. 2005, doi:10.1177/1094342005051521; Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). DDP sends
-buckets as backward makes them. Where something else than what computes does the sending (a GPU's copy engines), they
-travel while backward goes on; on a CPU whose cores are all busy the sending takes its time from the computing.
+buckets as backward fills them. If other hardware does the sending (a GPU's copy engines), it overlaps with backward; on
+a CPU whose cores are all busy, sending takes time from computing.
 """
 
 import json
@@ -26,8 +26,8 @@ from common.processes import fail
 
 MIB = 2**20
 BUCKETS = MIB, 25 * MIB  # the first of DDP's buckets, and all others (torch.nn.parallel.DistributedDataParallel)
-# The table that this project began with: seconds for 32 epochs on so many GPUs, up to 32. CIFAR-10's best is that on 8,
-# MNIST's that on 32. Neither the model nor the batch nor the network is known; here they are our recipes' defaults.
+# The table that this project began with: {GPUs: seconds for 32 epochs}, from 1 to 32 GPUs. CIFAR-10 is fastest on 8,
+# MNIST on 32. Model, batch and network are unknown; the model and batch here are our recipes' defaults.
 PUBLISHED = {"cifar10": {1: 522.3, 8: 73.5}, "mnist": {1: 499.8, 32: 55.7}}
 EPOCHS, IMAGES, BATCH = 32, {"cifar10": 50_000, "mnist": 60_000}, {"cifar10": 128, "mnist": 64}
 PER_MACHINE = 8
@@ -44,9 +44,9 @@ def tree(p, size, alpha, beta):
 
 
 def fit(measured):
-    """(alpha, beta) of `ring` for a result of allreduce.py: medians, as single sizes lie far off on a busy machine.
+    """(alpha, beta) of `ring` for a result of allreduce.py: medians, as single sizes are far off on a busy machine.
 
-    alpha is that of messages up to 64 KiB, beta that of those from 16 MiB on, each without what the other one takes.
+    alpha is fitted to messages up to 64 KiB, beta to those from 16 MiB, each after subtracting the other's share.
     """
     p, alpha, beta = measured["processes"], 0.0, 0.0
     times = [(point["bytes"], point["seconds"]) for point in measured["sizes"]]
@@ -69,8 +69,8 @@ def buckets(size):
 def step(compute, backward, size, all_reduce, overlap):
     """Seconds of a step.
 
-    `compute` is what it takes alone, of it `backward` the backward pass, in which gradients come at an even rate;
-    `size` is their bytes, and `all_reduce` gives the seconds of an all-reduce of so many.
+    `compute` is the seconds without communication, of which `backward` are the backward pass, which makes gradients
+    at an even rate. `size` is their bytes, and all_reduce(bytes) the seconds of an all-reduce.
     """
     if not overlap:
         return compute + sum(all_reduce(bucket) for bucket in buckets(size))
@@ -88,7 +88,7 @@ def gradient_bytes(dataset, model):
 
 
 def workloads(scaling):
-    """Of each data set: the run of one process, its step, backward pass and gradients, and DDP's measured steps."""
+    """For each data set: the step, backward pass and gradients of one process, and DDP's measured steps."""
     found = []
     for dataset in scaling["datasets"]:
         weak = [run for run in rows(scaling["runs"]) if run["mode"] == "weak" and run["dataset"] == dataset]
@@ -111,7 +111,7 @@ def predict(work, p, fits, cores):
 
 
 def published(dataset):
-    """What the published times say: (the steps on one GPU, the seconds of one, {GPUs: by how much it grows})."""
+    """From the published times: (steps on one GPU, seconds of one step, {GPUs: seconds added to it})."""
     times = PUBLISHED[dataset]
     steps = EPOCHS * IMAGES[dataset] / BATCH[dataset]
     one = times[1] / steps
@@ -121,13 +121,13 @@ def published(dataset):
 def published_model():
     """(a function (data set, GPUs) -> seconds of the 32 epochs, alpha and beta between machines).
 
-    Between machines alpha is what MNIST takes on 32 GPUs, and beta the smallest for which CIFAR-10 is as slow on 32 as
-    on 8. Within a machine an all-reduce takes what CIFAR-10's does on 8.
+    Between machines, alpha is fitted to MNIST on 32 GPUs, and beta is the smallest with which CIFAR-10 is as slow on
+    32 as on 8. Within a machine, beta is fitted to CIFAR-10 on 8.
     """
     alpha = published("mnist")[2][32] / (2 * 31)
     size = {"mnist": gradient_bytes("mnist", "convnet"), "cifar10": gradient_bytes("cifar10", "resnet18")}
     steps, one, waits = published("cifar10")
-    needed = PUBLISHED["cifar10"][8] * 32 / steps - one  # seconds of all-reduce on 32 for the time on 8
+    needed = PUBLISHED["cifar10"][8] * 32 / steps - one  # seconds of all-reduce that make 32 as slow as 8
     beta = (needed - ring(32, 0, alpha, 0)) / ring(32, size["cifar10"], 0, 1)
     within = waits[8] / ring(8, size["cifar10"], 0, 1)
 
@@ -150,8 +150,8 @@ def markdown(scaling, fits, works, cores):
                  [[backend, p, f"{alpha * 1e6:,.0f}", f"{1e-9 / beta:.2f}" if beta else "-"]
                   for (backend, p), (alpha, beta) in sorted(fits.items())]), "",
              "## DDP's step here, predicted and measured", "",
-             f"Predicted: the step of one process, times processes per core ({cores} cores), and a ring all-reduce of",
-             "DDP's buckets, of which nothing is hidden, as the cores that would send compute.", "", runs.table(
+             f"Predicted: the step of one process, times processes per core ({cores} cores), plus a ring all-reduce of",
+             "DDP's buckets, none of it hidden behind backward, as all cores compute.", "", runs.table(
                  ["data set", "model", "processes", "predicted (ms)", "measured (ms)", "predicted / measured"],
                  [[work["dataset"], work["model"], p, f"{predict(work, p, fits, cores) * 1e3:,.1f}",
                    f"{seconds * 1e3:,.1f}", f"{predict(work, p, fits, cores) / seconds:.2f}"]
@@ -188,11 +188,11 @@ def of_the_published():
         "best 55.7 s, on 32. Its hardware, models and batch are unknown. With those of our recipes (ConvNet, batch 64;",
         f"ResNet-18, batch 128), {PER_MACHINE} GPUs in a machine, alpha = {alpha * 1e6:,.0f} us (from MNIST on 32) and",
         f"a network of {1e-9 / beta:.2f} GB/s (the fastest for which CIFAR-10 is no quicker on 32 than on 8) the model",
-        "gives, in s, and in brackets what was published:", "",
+        "gives, in s (in brackets: the published times):", "",
         runs.table(["data set", *(f"{p} GPU{'s' * (p > 1)}" for p in gpus)],
                    [[dataset, *(cell(dataset, p) for p in gpus)] for dataset in PUBLISHED]), "",
         f"On one GPU a step takes {' and '.join(steps.values())}. On p GPUs an epoch has p times fewer steps, so",
-        "more of them gain as long as the step grows by less. Within a machine CIFAR-10's grows by",
+        "more GPUs help as long as a step takes less than p times as long. Within a machine CIFAR-10's grows by",
         f"{published('cifar10')[2][8] * 1e3:.1f} ms on 8 GPUs. The all-reduce over the network takes "
         f"{over_network * 1e3:.0f} ms on 16, more than the step itself:",
         "16 GPUs are slower than 8. For a small model only alpha counts, which the ring pays 2 (p - 1) times."]
@@ -237,7 +237,7 @@ def draw(arguments, measured, fits, works):
 
 
 def read(folder):
-    """What allreduce.py and scaling.py left in a folder, and (alpha, beta) of each backend and number of processes."""
+    """The results of allreduce.py and scaling.py in a folder, and (alpha, beta) per backend and number of processes."""
     paths = sorted(folder.glob("allreduce-*.json"))
     if not (folder / "scaling.json").exists() or not any(path.stem == "allreduce-gloo-2" for path in paths):
         fail(f"{folder} has no scaling.json and allreduce-gloo-2.json: make benchmarks measures them")

@@ -111,7 +111,7 @@ def parts(trace: Path) -> dict[str, float]:
 
     data: from the first index_select, which slices the images, to zero_grad. forward: from there to the first operation
     of backward. communication: what backward does not hide, from its last operation to the optimizer's own step.
-    other: the rest, such as metrics and the ranks' agreement. (On a GPU these would be times of the host.)
+    other: the rest, such as metrics and the ranks' agreement to stop. (On a GPU these would be host times.)
     """
     events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
               if event.get("ph") == "X"]
@@ -125,7 +125,7 @@ def parts(trace: Path) -> dict[str, float]:
     for start, end in within("ProfilerStep#", 0, math.inf):
         backward = within("autograd::engine::evaluate_function", start, end)
         if not backward:
-            continue  # the profiler starts one step more
+            continue  # the profiler opens one more step at the end
         zero_grad, _ = within("Optimizer.zero_grad", start, end)[0]
         first, last = backward[0][0], max(end for _, end in backward)
         optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's step contains it

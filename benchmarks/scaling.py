@@ -3,10 +3,10 @@
     python benchmarks/scaling.py
     python benchmarks/scaling.py --datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --out /tmp/scaling
 
-Weak scaling: each process has the same batch, so that the global batch grows. Strong scaling: the global batch stays.
-`independent` is as many single.py side by side, which tell each other nothing: what the cores, the memory and the power
-of this machine give at most. Of more processes than cores or GPUs only DDP's are measured, for model.py. Generated
-images; the first epoch warms up and does not count.
+Weak scaling: a fixed batch per process, so the global batch grows. Strong scaling: a fixed global batch. `independent`
+is the same number of single.py side by side, without communication: the upper bound that cores, memory and power of
+this machine allow. With more processes than cores or GPUs only DDP is measured, for model.py. Generated images; the
+first epoch warms up and does not count.
 """
 
 import os
@@ -73,7 +73,7 @@ def run_all(arguments):
 
 
 def ratio(run, other, times=1):
-    """The median over the repetitions of the images/s of `run` by those of `other`, which alternated with it."""
+    """The images/s of `run` divided by those of `other`, which alternated with it: the median over repetitions."""
     return statistics.median(a / (b * times) for a, b in zip(run["images_per_sec"], other["images_per_sec"],
                                                              strict=False))
 
@@ -100,8 +100,8 @@ def rows(results):
 
 def markdown(result, found):
     lines = ["# Scaling", "", runs.heading(result), "",
-             "efficiency: images/s of p processes by p times those of one. of the limit: by those of p independent",
-             "processes side by side. " + runs.MARK, ""]
+             "efficiency: images/s of p processes divided by p times those of one. of the limit: divided by those of p",
+             "independent processes side by side. " + runs.MARK, ""]
     for dataset in result["datasets"]:
         for mode in ("weak", "strong"):
             chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == mode]
@@ -119,7 +119,7 @@ def markdown(result, found):
                   f"{run['step'] * 1e3:,.1f}"] for run in chosen]), ""]
     split = [run for run in found if "split" in run and run["mode"] == "weak"]
     lines += ["## What a step consists of, in ms", "",
-              "From a trace (`--profile`) of a run of its own, the same batch per process; communication is what is",
+              "From a trace (`--profile`) of a separate run, the same batch per process; communication is the part",
               "not hidden behind backward. See `parts` in benchmarks/runs.py.", "", runs.table(
                   ["run", *PARTS], [[name_of(run), *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)]
                                     for run in split]), "",

@@ -1,9 +1,9 @@
-"""Measure what a start costs with each launcher: from the command to the first line, and to the end of one step.
+"""Measure the start-up time of each launcher: from the command to the first line, and to the end of one step.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --strategies single --repeats 1 --out /tmp/startup
 
-A recipe prints its first line when the processes know each other, and data, model and optimizer are made. --dry-run
+A recipe prints its first line when the processes are connected, and data, model and optimizer exist. --dry-run
 then takes one step of training and one of evaluation, and ends. Generated images, mnist's ConvNet.
 """
 
@@ -28,7 +28,7 @@ def markdown(result):
         ["launcher", "processes", "first line", "end of --dry-run"],
         [[runs.TITLES[run["strategy"]], run["processes"],
           *(runs.marked(times, "{:.2f}") for times in zip(*run["seconds"], strict=True))] for run in result["runs"]]),
-        "", f"From the command on: see `python benchmarks/startup.py --help`. {runs.MARK}"])
+        "", f"Measured from the command: see `python benchmarks/startup.py --help`. {runs.MARK}"])
 
 
 def parse_args():

@@ -3,7 +3,7 @@
     HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1
     python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg
 
-The step is the last but one of training.
+It is the second-to-last step of training.
 """
 
 import json
@@ -24,7 +24,7 @@ def read(path):
     try:
         events = json.loads(path.read_text().rstrip().rstrip(",").rstrip("]") + "]")
     except (OSError, ValueError) as error:
-        fail(f"{path} is no timeline of Horovod ({error})")
+        fail(f"{path} is not a Horovod timeline ({error})")
     names = {event["pid"]: event["args"]["name"] for event in events
              if event.get("name") == "process_name" and "name" in event["args"]}
     found, begun = {}, {}
@@ -41,7 +41,7 @@ def read(path):
 
 
 def one_step(gradients):
-    """The events of the last step but one: what follows each gradient's last NEGOTIATE but one, in order of arrival."""
+    """The events of the second-to-last step: from each gradient's second-to-last NEGOTIATE on, in order of arrival."""
     chosen = {}
     for name, events in gradients.items():
         starts = [start for what, start, _ in events if what == "NEGOTIATE_ALLREDUCE"]
@@ -53,7 +53,7 @@ def one_step(gradients):
 
 def main():
     parser = flags.Parser(__doc__)
-    parser.add_argument("timeline", type=Path, help="what HOROVOD_TIMELINE named")
+    parser.add_argument("timeline", type=Path, help="the file that HOROVOD_TIMELINE named")
     parser.add_argument("picture", type=Path, help="where the drawing goes, as SVG")
     arguments = parser.parse_args()
     rows = one_step(read(arguments.timeline))
@@ -61,7 +61,7 @@ def main():
     fig, ((ax,),) = runs.figure(1, width=9, height=1.5 + 0.28 * len(rows))
     seen = set()
     for row, (_, events) in enumerate(rows):
-        for what, start, end in sorted(events, key=lambda event: event[1] - event[2]):  # the longest lie below
+        for what, start, end in sorted(events, key=lambda event: event[1] - event[2]):  # the longest first, so below
             if what in COLORS:
                 ax.barh(row, (end - start) / 1e3, left=(start - first) / 1e3, color=COLORS[what],
                         label=what if what not in seen else None)

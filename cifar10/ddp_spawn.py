@@ -117,8 +117,8 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
 if __name__ == "__main__":
     args = parse_args()  # dist: once, in the process that starts the others
     if args.nr >= args.nodes or (args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
-        processes.fail("-n N: -nr numbers the machines from 0 to N-1, and MASTER_ADDR and MASTER_PORT on each of them "
-                       "are an address and a free port of the first")  # dist: else they wait for each other
+        processes.fail("-n N: give each machine an -nr from 0 to N-1, and set MASTER_ADDR and MASTER_PORT on all of "
+                       "them to an address and a free port of the first")  # dist: else they wait for each other
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: any free port, on one machine
     context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes

@@ -5,7 +5,7 @@
     mpirun -np 2 --bind-to none -map-by slot python cifar10/hvd.py --fp16-allreduce
     mpirun -np 2 --bind-to none -map-by slot python cifar10/hvd.py --use-adasum
 
-HOROVOD_TIMELINE=/tmp/timeline.json records each tensor's way through the all-reduce, for chrome://tracing or Perfetto.
+HOROVOD_TIMELINE=/tmp/timeline.json records the phases of each tensor's all-reduce, for chrome://tracing or Perfetto.
 """
 
 import sys
@@ -78,8 +78,8 @@ def main():
     processes.share_cores(hvd.local_size())  # dist: else each process starts a thread per core
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: else every rank computes on GPU 0
-    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: averaged by NCCL first
-    if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: in pairs only
+    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages per node
+    if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: a power of 2
         processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
@@ -93,12 +93,12 @@ def main():
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)  # dist: averages gradients
     state = {"model": model, "optimizer": optimizer}
-    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: what carries the data on a CPU
+    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: the backend on a CPU
     run = Run(args, strategy, device, state, lr, rank, world_size,
               lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. broadcast_optimizer_state would
-    # take a real step with a new SGD, and weight decay would move the weights; all ranks have loaded the same momentum
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. Not broadcast_optimizer_state:
+    # with a new SGD it takes a real step, in which weight decay changes the weights. All ranks loaded the same momentum
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)

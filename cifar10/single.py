@@ -1,4 +1,4 @@
-"""Train on CIFAR-10 on one device. Every other recipe is read against this one.
+"""Train on CIFAR-10 on one device. Read every other recipe beside this one.
 
     python cifar10/single.py
 """

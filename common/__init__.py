@@ -1,1 +1,1 @@
-"""What the recipes share and what has nothing to do with distribution."""
+"""What all recipes share; nothing in it is about distribution."""

@@ -35,7 +35,7 @@ def write(path: Path, content: bytes | memoryview) -> None:
             os.replace(path, path.with_name("previous.pt"))
         os.replace(partial, path)
     except OSError:
-        partial.unlink(missing_ok=True)  # it takes room on a full disk
+        partial.unlink(missing_ok=True)  # frees its space on a full disk
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)  # so that the new name survives a power cut
@@ -53,7 +53,7 @@ def save(folder: Path, checkpoint: dict, best: bool) -> None:
 def read(path: Path) -> tuple[dict, int]:
     """Return (the dict in the file `path`, a fingerprint of the file); raises OSError or CorruptCheckpoint."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load checks no CRC-32, and reads zeros where bit 16 is set
+        with zipfile.ZipFile(path) as archive:  # torch.load ignores CRC-32s, and reads a folder (bit 16) as zeros
             if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):
                 raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
             fingerprint = zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[dict, int]:
     except (OSError, CorruptCheckpoint):
         raise
     except Exception as error:  # a file that torch.save did not write can raise anything
-        raise CorruptCheckpoint(f"it is damaged, or no checkpoint ({type(error).__name__})") from error
+        raise CorruptCheckpoint(f"it is damaged, or not a checkpoint ({type(error).__name__})") from error
 
 
 def find(resume: str, folder: str | None) -> tuple[Path | None, dict, int, list]:
@@ -83,7 +83,7 @@ def find(resume: str, folder: str | None) -> tuple[Path | None, dict, int, list]
 
 
 def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | None, list]:
-    """Load `saved` into the objects of `state`, and return its position and history; fails if it is of another run."""
+    """Load `saved` into the objects of `state`; return its position and history; fails if it is from another run."""
     own, there, name, only_model = vars(args), saved.get("arguments"), "arguments", getattr(args, "evaluate", False)
     try:
         if saved["format"] != FORMAT:
@@ -93,7 +93,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
         for name, part in [("model", state["model"])] if only_model else state.items():
             if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and saved["rate"] != rate:
-                raise ValueError(f"it counts steps of {saved['rate']}, and this run has {rate}")  # and it sets the rate
+                raise ValueError(f"it was made for {saved['rate']}, and this run has {rate}")  # it counts steps
             if saved.get(name) or name not in ("scaler", "amp"):  # saved by a recipe without one
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:
@@ -113,5 +113,5 @@ def refuse_unreadable(state: dict, args) -> None:
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue())):
             raise TypeError(f"found {', '.join(unsafe)}")
     except Exception as error:  # pickle can raise anything
-        fail(f"no run could resume with {' or '.join([*small, 'these flags'])}: their state has to be numbers, "
-             f"strings, lists and tensors ({error})")
+        fail(f"a checkpoint of this run would be unreadable: {' or '.join([*small, 'a flag'])} holds something other "
+             f"than numbers, strings, lists and tensors ({error})")

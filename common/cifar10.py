@@ -73,8 +73,8 @@ class RandomCropFlip(ImageTensor):
         super().to(device)
         padded = F.pad(self.images, (self.padding,) * 4)
         both = torch.stack((padded, padded.flip(-1)))  # [mirrored, N, channels, height, width]
-        # A view of every window of the image size, wherever in memory it starts. A crop is one row of this view, and
-        # index_select copies a batch of rows in half the time that advanced indexing takes for the pixels.
+        # A view with one row for each window of the image size, at every offset in memory. A crop is one row, and
+        # index_select copies a batch of rows in half the time that advanced indexing needs for the same pixels.
         size, self.strides = self.images.shape[1:], both.stride()
         last = sum((n - 1) * step for n, step in zip(size, self.strides[2:], strict=True))
         self.windows = both.view(-1).as_strided((both.numel() - last, *size), (1, *self.strides[2:]))

@@ -82,5 +82,5 @@ def checked(path: str | Path, shape: tuple, mean_std: tuple, read) -> ImageTenso
             raise ValueError(f"labels in {labels.min()}..{labels.max()}")
         return ImageTensor(images, labels, mean_std)
     except Exception as error:  # a damaged file can raise anything
-        return fail(f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): delete them, and "
-                    "they are downloaded again, or train with --synthetic")
+        return fail(f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): delete them to "
+                    "download them again, or train with --synthetic")

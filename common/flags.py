@@ -58,10 +58,10 @@ def parser(doc: str, dataset: str) -> Parser:
         help="end a process that waits longer for a batch, and print its stacks" + DEFAULT)
     add = p.add_argument_group("output").add_argument
     add("--log-interval", type=COUNT, default=10, metavar="STEPS",
-        help="check the loss, and whether to stop, at least every so many steps" + DEFAULT)
+        help="check the loss, and whether to stop, at least this often" + DEFAULT)
     add("--log-dir", metavar="DIR", help="for TensorBoard events and results.json (default: a new folder in runs/)")
     add("--checkpoint-dir", metavar="DIR", help="for last.pt, previous.pt and best.pt (default: --log-dir)")
-    add("--checkpoint-every", type=COUNT, metavar="STEPS", help="also save within an epoch, every so many steps")
+    add("--checkpoint-every", type=COUNT, metavar="STEPS", help="also save within an epoch, this often")
     add("--resume", metavar="FILE",
         help="continue from this checkpoint; auto: from the newest good one, or start if there is none")
     add("--profile", action="store_true", help="trace ten steps of rank 0, for https://ui.perfetto.dev")
@@ -87,14 +87,14 @@ def add_training(p: Parser, lrs: dict, epochs: int, batch_size: int, test_batch_
     add("--test-batch-size", type=COUNT, default=test_batch_size, metavar="N", help="in evaluation" + DEFAULT)
     add("--lr", type=POSITIVE, help=f"learning rate of one process (default: {few}{', ...' * (len(lrs) > 4)})")
     add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear",
-        help="multiply --lr by the number of processes, its root, or not" + DEFAULT)
+        help="multiply --lr by the number of processes, its square root, or 1" + DEFAULT)
     add("--seed", type=number(int, 0, high=2**32 - 1), default=0, help="for weights, data and dropout" + DEFAULT)
 
 
 def add_sgd(p: Parser, weight_decay: float, warmup_epochs: float = 1) -> None:
     """The flags of SGD and its schedule; a copied recipe may have others."""
     add = p.add_argument_group("SGD").add_argument
-    add("--warmup-epochs", type=SHARE, default=warmup_epochs, metavar="N", help="until the scaled --lr" + DEFAULT)
+    add("--warmup-epochs", type=SHARE, default=warmup_epochs, metavar="N", help="to reach the scaled --lr" + DEFAULT)
     add("--momentum", type=SHARE, default=0.9, help=DEFAULT)
     add("--weight-decay", "--wd", type=SHARE, default=weight_decay, metavar="WD", help=DEFAULT)
 

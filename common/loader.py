@@ -12,7 +12,7 @@ from common.processes import die_with_parent, fail
 class Seeded(Dataset):
     """`dataset`, with the random state (torch, numpy, random) of each sample set from seed, epoch and index.
 
-    Its keys are epoch * N + index, as the loader workers live through all epochs and have to know which one it is.
+    The key is epoch * N + index, so that loader workers, which live through all epochs, know the epoch.
     """
 
     def __init__(self, dataset: Dataset, seed: int):
@@ -40,8 +40,8 @@ class Loader:
         self.loader = DataLoader(seeded, batch_sampler=self.keys, num_workers=workers, persistent_workers=workers > 0,
                                  pin_memory=pin_memory, worker_init_fn=die_with_parent, generator=torch.Generator(),
                                  multiprocessing_context="fork" if workers else None)  # also under mp.spawn
-        # Start the workers now, by a pass over no batch. In CPython 3.11 a fork can deadlock while threads of Gloo or
-        # autograd, which training starts, create or delete their Python state: one in 400, on two busy cores.
+        # Start the workers now, by an empty pass. Training starts threads (Gloo, autograd), and in CPython 3.11 a fork
+        # can deadlock while one creates or deletes its Python state: 1 fork in 400, on two busy cores.
         iter(self.loader)
 
     def batches(self, indices: torch.Tensor, batch_size: int, epoch: int):

@@ -21,7 +21,7 @@ class Output:
         self.writes = not (run.args.dry_run or getattr(run.args, "evaluate", False))
 
     def start(self, resumed: Path | None, saved_by: str | None, damaged: list) -> None:
-        """Create the folders, and print what runs; `resumed` is the path of a checkpoint, or None."""
+        """Create the folders, and print the setup; `resumed` is the path of a checkpoint, or None."""
         run, args = self.run, self.args
         default = f"runs/{args.dataset}-{Path(sys.argv[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.log_dir = Path(args.log_dir or default)
@@ -59,7 +59,7 @@ class Output:
             fail(f"{newest} is from another run, or newer than --resume, and would be overwritten: choose another "
                  "--log-dir (and --checkpoint-dir), or --resume auto")
         try:
-            for path in damaged:  # else the next save would move it to previous.pt, which is good
+            for path in damaged:  # else the next save would overwrite the good previous.pt with it
                 path.rename(f"{path}.damaged")
             for folder in (self.checkpoint_dir, self.log_dir):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -70,9 +70,9 @@ class Output:
     def log(self, last: dict) -> None:
         """Print and write the results of the epoch `last` of the history."""
         if self.profiler:
-            self.profiler.stop()  # a shorter epoch has its trace written here
+            self.profiler.stop()  # if the epoch was short, writes the trace
             self.profiler = None
-            print(f"--profile: {self.trace if os.path.exists(self.trace) else 'no trace of fewer than 7 steps'}")
+            print(f"--profile: {self.trace if os.path.exists(self.trace) else 'no trace: fewer than 7 steps'}")
         train, val = last["train"], last["val"]
         print(f"epoch {last['epoch']}/{self.args.epochs}: {format_metrics(train)} | val {format_metrics(val)} | "
               f"{train['images_per_sec']:,.0f} images/s | {train['data_wait']:.0%} data wait", flush=True)

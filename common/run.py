@@ -39,7 +39,7 @@ class Run:
         self.output = Output(self) if rank == 0 else None
 
     def resume(self) -> None:
-        """Load the checkpoint that --resume names, create the output folders, and print what runs."""
+        """Load the checkpoint that --resume names, create the output folders, and print the setup."""
         args, path, saved, damaged = self.args, None, {}, []
         checkpoint.refuse_unreadable(self.state, args)
         if args.resume:
@@ -47,7 +47,7 @@ class Run:
             total = torch.tensor([fingerprint], dtype=torch.float64, device=self.device)
             self.all_reduce(total)
             if total.item() != fingerprint * self.world_size:
-                fail(f"--resume {args.resume}: the ranks do not see the same file: machines have to share the folder")
+                fail(f"--resume {args.resume}: the ranks do not see the same file: all machines must share the folder")
         if path:
             self.epoch, self.samples, self.sums, self.history = checkpoint.load(saved, self.state, args, self.rate)
         self._seed()
@@ -80,7 +80,7 @@ class Run:
     def step(self, metrics) -> None:
         """Advance the position by one global batch; every --log-interval steps all ranks agree on whether to stop.
 
-        Sets `stopping` on all ranks once one of them got SIGUSR1, and `save_due` where the recipe has to save: every
+        Sets `stopping` on all ranks once one has received SIGUSR1, and `save_due` when the recipe has to save: every
         --checkpoint-every steps, and before it stops. They agree by an all-reduce of the metrics' sums and a flag.
         """
         self.samples, self.steps = self.samples + self.global_batch, self.steps + 1
@@ -127,7 +127,7 @@ class Run:
         try:
             checkpoint.save(folder, content, self.samples == 0 and accuracies[-1] > max(accuracies[:-1], default=-1))
         except OSError as error:
-            fail(f"cannot save in {folder} ({error.strerror}); --resume auto continues from the one before", status=1)
+            fail(f"cannot save in {folder} ({error.strerror}); --resume auto uses the previous checkpoint", status=1)
         if self.stopping:
             print(f"stopped by SIGUSR1 at epoch {self.epoch + 1}, sample {self.samples}: continue with --resume "
                   f"{folder / 'last.pt'}", flush=True)

@@ -1,4 +1,4 @@
-"""What changes from a recipe to the one that is read against it; writes docs/changes.md from the files of mnist/.
+"""What changes between two recipes that are read side by side; writes docs/changes.md from the files of mnist/.
 
     python docs/changes.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "changes.md"
 MARK = re.compile("# (?:dist|amp): ")  # a changed line can also keep the reason that it has in the other recipe
-# recipe: (the one it is read against, the mark of the reason behind a line that it adds)
+# recipe: (the one it is read beside, the mark before the reason on a line that it adds)
 PAIRS = {
     "dp.py": ("single.py", "# dist: "),
     "ddp_spawn.py": ("single.py", "# dist: "),
@@ -47,7 +47,7 @@ def changes(path, other):
 
 
 def changed_lines(different):
-    """How many lines `different`, a result of `changes`, comes to."""
+    """The number of changed lines in `different`, a result of `changes`."""
     return sum(max(len(old), len(new)) for old, new in different)
 
 
@@ -60,8 +60,8 @@ def split(line):
 def statements(lines):
     """Group new lines [(number, line)] with their reason: a list of (number, lines of code, reasons).
 
-    A reason ends a group, but for lines that it stands for as well: those without one that are indented deeper. It can
-    go on in lines that are comments and nothing else.
+    A reason ends a group, but also covers the lines after it that are indented deeper and have none. It can continue in
+    lines that hold only a comment.
     """
     groups = []
     for number, line in lines:
@@ -83,7 +83,7 @@ def indent(line):
 
 
 def likeness(old, new):
-    """How many characters of the line `old` stand in the line `new`, in runs of three or more."""
+    """How many characters of the line `old` are also in the line `new`, in runs of three or more."""
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks if block.size > 2)
 

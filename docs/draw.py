@@ -12,7 +12,7 @@ RANKS = ["#3f7bc8", "#dc8726", "#339a69", "#bb5a8e"]  # one colour per process, 
 
 
 class Drawing:
-    """An SVG on a white ground with round corners, which stands in a light page as in a dark one."""
+    """An SVG on a white background with round corners, which suits light and dark pages."""
 
     def __init__(self, width, height, title):
         self.parts = [

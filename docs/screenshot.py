@@ -23,7 +23,7 @@ def main(folder, picture):
         page.get_by_text("Ignore outliers in chart scaling").click()  # else it cuts off the first epoch
         page.get_by_role("button", name="Settings").last.click()  # which closes them
         page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(2000)  # the curves are drawn on a canvas, of which the page says nothing
+        page.wait_for_timeout(2000)  # the page does not say when it has drawn the curves (a canvas)
         page.screenshot(path=picture)
         for card in page.locator("card-view:has(tb-truncated-path)").all():
             runs = [row.split()[0] for row in card.locator("tb-data-table-content-row").all_inner_texts()]

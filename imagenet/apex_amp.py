@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 imagenet/apex_amp.py
     torchrun --nproc-per-node=2 imagenet/apex_amp.py --opt-level O2
 
-Read it against ddp_launch.py. Tag 25.05 of Apex is the last that has amp and parallel; ddp_amp.py does the same with
-torch alone. With O2 and O3 a resumed run goes on from weights that were rounded to fp16.
+Read it beside ddp_launch.py. Apex 25.05 is the last tag with amp and parallel; ddp_amp.py does the same with torch
+alone. With O2 and O3 a resumed run continues from weights that were rounded to fp16.
 """
 
 import argparse
@@ -87,14 +87,14 @@ def main():
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu":
-        processes.fail("Apex needs a GPU, and torch sees none: take ddp_amp.py")  # amp: Apex refuses CPU tensors
+        processes.fail("Apex needs a GPU, and torch sees none: use ddp_amp.py")  # amp: Apex refuses CPU tensors
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
         dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
-    batch_size = args.batch_size * args.accumulate  # of a step
+    batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
@@ -106,9 +106,9 @@ def main():
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # dist: statistics of the global batch
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: DDP comes next
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: so that a resumed run keeps the scale
-    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the arithmetic
+    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision
     run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
     if args.evaluate:

@@ -86,7 +86,7 @@ def main():
     else:
         dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
-    batch_size = args.batch_size * args.accumulate  # of a step
+    batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

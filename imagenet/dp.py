@@ -3,8 +3,8 @@
     python imagenet/dp.py
     CUDA_VISIBLE_DEVICES=0,1 python imagenet/dp.py
 
---batch-size is that of the process: each GPU gets its part of it. DataParallel copies the model to every GPU in every
-step, and one Python process drives them all; PyTorch's documentation advises DistributedDataParallel: ddp_spawn.py.
+--batch-size is the whole batch, split over the GPUs. DataParallel copies the model to every GPU in every step, and one
+Python process drives them all; PyTorch's documentation recommends DistributedDataParallel: ddp_spawn.py.
 """
 
 import sys
@@ -71,7 +71,7 @@ def main():
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
-    batch_size = args.batch_size * args.accumulate  # of a step
+    batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed)
     val_sampler = range(len(val_set))
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

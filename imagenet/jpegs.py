@@ -41,7 +41,7 @@ def imagenet(args):
     """ImageNet, or your own images [3, size, size] in the same layout: a dataset for training, one for validation.
 
     Their `classes` is the number of classes. --synthetic repeats 256 generated images, to measure the model alone.
-    Fails if the folders do not fit. Source: O. Russakovsky et al., 2015.
+    Fails if the folders have another layout. Source: O. Russakovsky et al., 2015.
     """
     if args.synthetic:
         lengths = args.synthetic, max(1, args.synthetic // 5)
@@ -154,7 +154,7 @@ def nvimgcodec():
 
     @functools.cache
     def decoder():
-        """Created in the worker process, as it has a thread, which a fork loses."""
+        """Created in the worker process: it has a thread, which would not survive a fork."""
         return codec.Decoder(device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1,
                              backends=[codec.Backend(codec.CPU_ONLY)])
 

@@ -75,7 +75,7 @@ def _torchvision_model(name, size, classes):
 def report(run, val):
     """Print, on rank 0, the result of --evaluate; `val` is a result of Metrics.average."""
     if run.rank == 0:
-        print(f"{val['images']:,} images of val: {format_metrics(val)} | {val['images_per_sec']:,.0f} images/s")
+        print(f"{val['images']:,} val images: {format_metrics(val)} | {val['images_per_sec']:,.0f} images/s")
 
 
 def decay_groups(model, weight_decay):

@@ -1,4 +1,4 @@
-"""Train on ImageNet on one device. Every other recipe is read against this one.
+"""Train on ImageNet on one device. Read every other recipe beside this one.
 
     python imagenet/single.py
 """
@@ -66,7 +66,7 @@ def main():
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
-    batch_size = args.batch_size * args.accumulate  # of a step
+    batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed)
     val_sampler = range(len(val_set))
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 mnist/apex_amp.py
     torchrun --nproc-per-node=2 mnist/apex_amp.py --opt-level O2
 
-Read it against ddp_launch.py. Tag 25.05 of Apex is the last that has amp and parallel; ddp_amp.py does the same with
-torch alone. With O2 and O3 a resumed run goes on from weights that were rounded to fp16.
+Read it beside ddp_launch.py. Apex 25.05 is the last tag with amp and parallel; ddp_amp.py does the same with torch
+alone. With O2 and O3 a resumed run continues from weights that were rounded to fp16.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main():
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu":
-        processes.fail("Apex needs a GPU, and torch sees none: take ddp_amp.py")  # amp: Apex refuses CPU tensors
+        processes.fail("Apex needs a GPU, and torch sees none: use ddp_amp.py")  # amp: Apex refuses CPU tensors
     if device.type == "cuda":
         torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
         dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
@@ -95,9 +95,9 @@ def main():
     model = models.MODELS[args.model](channels=1, size=28).to(device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: DDP comes next
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: so that a resumed run keeps the scale
-    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the arithmetic
+    strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision
     run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
     model = parallel.DistributedDataParallel(model)  # amp: Apex's own DDP, which handles its fp16 gradients

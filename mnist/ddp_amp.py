@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 mnist/ddp_amp.py
     torchrun --nproc-per-node=2 mnist/ddp_amp.py --amp-dtype fp16
 
-Read it against ddp_launch.py.
+Read it beside ddp_launch.py.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python mnist/dp.py
     CUDA_VISIBLE_DEVICES=0,1 python mnist/dp.py
 
---batch-size is that of the process: each GPU gets its part of it. DataParallel copies the model to every GPU in every
-step, and one Python process drives them all; PyTorch's documentation advises DistributedDataParallel: ddp_spawn.py.
+--batch-size is the whole batch, split over the GPUs. DataParallel copies the model to every GPU in every step, and one
+Python process drives them all; PyTorch's documentation recommends DistributedDataParallel: ddp_spawn.py.
 """
 
 import sys

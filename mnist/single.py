@@ -1,4 +1,4 @@
-"""Train on MNIST on one device. Every other recipe is read against this one.
+"""Train on MNIST on one device. Read every other recipe beside this one.
 
     python mnist/single.py
 """

@@ -38,9 +38,9 @@ from common.processes import fail
 DATA = {"mnist": ("datasets.mnist", 60_000), "cifar10": ("cifar10.load", 50_000),  # the images are for training
         "imagenet": ("jpegs.imagenet", 1_281_167)}
 SMALL, LARGE = 4, 2**24  # bytes to reduce
-STARTED = {  # the variable that says how many a launcher started, the launcher, what to do where they are alone
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "scripts/install_horovod.sh builds Horovod with the MPI that is there"),
-    "SLURM_STEP_NUM_TASKS": ("srun", "Horovod takes srun --mpi=pmix, and DDP a torchrun on each node: see slurm/"),
+STARTED = {  # the variable with the number of processes: its launcher, and what to do if each of them runs alone
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "scripts/install_horovod.sh builds Horovod with the installed MPI"),
+    "SLURM_STEP_NUM_TASKS": ("srun", "Horovod needs srun --mpi=pmix, and DDP one torchrun per node: see slurm/"),
 }
 
 
@@ -81,15 +81,15 @@ def blank(args):
 
 
 def faults_of_launch(group):
-    """The fault of a launcher that started several processes which do not know of each other."""
+    """The fault, if a launcher started several processes that are not connected."""
     torchruns = os.environ.get("GROUP_WORLD_SIZE")  # the number of torchruns that have joined
     for name, (launcher, cure) in STARTED.items():
         started = int(os.environ.get(name, 1))
         if started > int(torchruns or group.world_size):
             if torchruns:
-                cure = f"torchrun takes --nnodes={started} and a common --rdzv-endpoint, as in slurm/ddp_2nodes.sh"
+                cure = f"torchrun needs --nnodes={started} and a common --rdzv-endpoint, as in slurm/ddp_2nodes.sh"
             return [f"{launcher} started {started} of these, and this one is rank {group.rank} of {group.world_size}, "
-                    f"as they do not know of each other: {cure}"]
+                    f"so they are not connected: {cure}"]
     return []
 
 
@@ -177,7 +177,7 @@ def main():
     group = allreduce.join(functools.partial(flags.pick_device, args))
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
-        if not allreduce.sum_is_right(group, size):  # no collective can tell how it is on the others
+        if not allreduce.sum_is_right(group, size):  # decided alone: no collective can be trusted
             fail(f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try another backend or, on "
                  "GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1", status=1)
     ranks = [json.loads(text) for text in group.gather_text(json.dumps(describe(group, args)))]

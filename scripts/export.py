@@ -17,13 +17,13 @@ args = parser.parse_args()
 try:
     from safetensors.torch import save
 except ImportError:
-    fail("it takes a package: pip install safetensors")
+    fail("it needs a package: pip install safetensors")
 try:
     model = checkpoint.read(args.checkpoint)[0]["model"]
 except (OSError, checkpoint.CorruptCheckpoint) as error:
     fail(f"{args.checkpoint}: {getattr(error, 'strerror', None) or error}")
 if args.weights.exists():
-    fail(f"{args.weights} is there already")
+    fail(f"{args.weights} already exists")
 try:
     weights = {name: tensor.contiguous().clone() for name, tensor in model.items()}  # as safetensors wants them
     checkpoint.write(args.weights, save(weights))

@@ -5,10 +5,10 @@
 # (Debian: openmpi-bin libopenmpi-dev) and NCCL where torch sees a GPU, which needs the CUDA toolkit as well
 # (CUDA_HOME=..., by default /usr/local/cuda). Takes two minutes on two cores.
 #
-# 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build as it comes:
+# 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build unchanged:
 #   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;
-#   - the headers of torch 2.15 need C++20 (those of 2.11 take it), and Horovod asks for 14;
-#   - a CUDA build of torch beside an nvcc makes it look for the whole CUDA toolkit, GPU or not.
+#   - the headers of torch 2.15 need C++20 (those of 2.11 accept it), and Horovod sets 14;
+#   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, GPU or not.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
@@ -32,7 +32,7 @@ tar -xzf "$work/horovod-$VERSION.tar.gz" -C "$work"
 cd "$work/horovod-$VERSION"
 
 patch_line() {  # FILE OLD NEW: replace OLD by NEW, and stop if OLD is not there
-    grep -q -- "$2" "$1" || { echo "$1 does not hold '$2': is this Horovod $VERSION?" >&2; exit 1; }
+    grep -q -- "$2" "$1" || { echo "$1 does not contain '$2': is this Horovod $VERSION?" >&2; exit 1; }
     sed -i "s/$2/$3/" "$1"
 }
 patch_line CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
@@ -44,7 +44,7 @@ if command -v mpicxx > /dev/null; then
     export HOROVOD_WITH_MPI=1
 else
     export HOROVOD_WITHOUT_MPI=1
-    echo "mpicxx is not here: building with gloo alone" >&2
+    echo "mpicxx not found: building with gloo only" >&2
 fi
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # torch brings NCCL as libnccl.so.2; the linker wants a libnccl.so

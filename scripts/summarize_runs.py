@@ -1,4 +1,4 @@
-"""Print a table of runs: what tells them apart, and how each went.
+"""Print a table of runs: the arguments that differ, and the results.
 
     python scripts/summarize_runs.py runs/array-42
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 files = [file for folder in sys.argv[1:] for file in sorted(Path(folder).glob("*/results.json"))]
 if not files:
-    print("summarize_runs.py: no run there: give the folder of an array, runs/array-JOBID", file=sys.stderr)
+    print("summarize_runs.py: no runs found: give the folder of an array, runs/array-JOBID", file=sys.stderr)
     sys.exit(2)
 runs = [json.loads(file.read_text()) for file in files]
 arguments = [run["arguments"] for run in runs]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A job array: each task is the same run with another seed or learning rate; one process on one GPU.
+# A job array: each task is the same run with a different seed or learning rate; one process on one GPU.
 #
 #     sbatch slurm/array.sh
 #     sbatch --array=0-9 slurm/array.sh mnist/single.py --epochs 10

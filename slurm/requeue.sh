@@ -5,8 +5,8 @@
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
 # SLURM sends USR1 to the batch script 60 to 90 seconds before the time limit. This script passes it on to the command;
-# all ranks finish their step, the run is saved and ends with status 0. Then the job is queued again under the same
-# number, at most MAX_REQUEUES times (10), and continues from the checkpoint.
+# all ranks finish their step, the run is saved and ends with status 0. Then the job is queued again with the same
+# job ID, at most MAX_REQUEUES times (10), and continues from the checkpoint.
 set -euo pipefail
 
 "$@" &

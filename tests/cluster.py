@@ -21,14 +21,14 @@ def need_cluster():
 
 
 def link_repository(folder):
-    """Give a folder what the repository has, so that what a job writes is not in the repository."""
+    """Link what the repository has into a folder, so that jobs write there and not into the repository."""
     for name in ("slurm", "scripts", "common", *(dataset.name for dataset in DATASETS)):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
 
 
 class Cluster:
-    """tests/cluster.sh, which is there until it is closed, and what a user does on its login node."""
+    """tests/cluster.sh, running until it is closed, and the commands of a user on its login node."""
 
     def __init__(self, **environment):
         self.mark = uuid.uuid4().hex
@@ -46,11 +46,11 @@ class Cluster:
         self.process.wait(10)
 
     def command(self, command):
-        """What runs a shell command on the login node."""
+        """The arguments that run a shell command on the login node."""
         return ["nsenter", f"--target={self.init}", "--mount", "--net", "--uts", "--pid", "bash", "-c", command]
 
     def run(self, command, cwd=ROOT, status=0, **environment):
-        """What a command prints that ends with `status`."""
+        """The output of a command that has to end with `status`."""
         done = subprocess.run(self.command(f"cd {cwd}; {command}"), env={**self.environment, **environment},
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
         assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
@@ -58,7 +58,7 @@ class Cluster:
 
 
 class SlurmJob:
-    """A job, submitted in a folder that has what the repository has."""
+    """A job, submitted from a folder that links to what the repository has."""
 
     def __init__(self, cluster, folder, arguments, **environment):
         link_repository(folder)
@@ -86,7 +86,7 @@ class SlurmJob:
         while (now := self.shown("JobState")) & going_on:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
-                pytest.fail(f"it still is {now} after {timeout} s:\n{self.log()}")
+                pytest.fail(f"it is still {now} after {timeout} s:\n{self.log()}")
             time.sleep(0.2)
         assert now == {state}, f"{now}:\n{self.log()}"
         return self.log()
@@ -98,7 +98,7 @@ class SlurmJob:
         return found[0]
 
     def ranks(self, node):
-        """The processes on a node that compute: those of the recipe itself, and not what started them."""
+        """The processes of the recipe itself on a node, without those that started them."""
         found = []
         for process in psutil.process_iter():
             try:

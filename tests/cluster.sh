@@ -4,9 +4,9 @@
 #     tests/cluster.sh sbatch --wait --gpus-per-node=2 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --synthetic
 #     tests/cluster.sh bash
 #
-# It needs root, and Debian's slurm-wlm munge iproute2 openssh-server. Its daemons, links and mounts are in namespaces of
-# their own, which the kernel takes away when the command has ended, whatever ended it. The nodes say that they have
-# GPUs, so that SLURM takes GPU jobs, and torch sees none; with GPUS=0 they are nodes of a cluster without.
+# It needs root, and Debian's slurm-wlm munge iproute2 openssh-server. Its daemons, links and mounts are in their own
+# namespaces, which the kernel removes when the command ends, however it ends. The nodes claim to have GPUs, so that
+# SLURM accepts GPU jobs, but torch sees none; with GPUS=0 they claim none.
 set -euo pipefail
 if [ $$ != 1 ]; then
     exec unshare --fork --pid --kill-child --mount-proc --mount --net --uts "$0" "$@"

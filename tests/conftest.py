@@ -11,7 +11,7 @@ SHARED = ROOT.parent / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A function that lays a real data set out in a folder and returns the folder."""
+    """A function that unpacks a real data set into a folder and returns the folder."""
     folder = tmp_path_factory.mktemp("real")
 
     def unpack(dataset):

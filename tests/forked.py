@@ -20,7 +20,7 @@ import torch.distributed.run
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([  # not common/, of which a test can have a changed copy
+CONTEXT.set_forkserver_preload([  # not common/, which a test can replace by a changed copy
     "filelock", "horovod.torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.tensorboard", "torchvision.models",
     "tqdm"])
 
@@ -54,7 +54,7 @@ def run_script(arguments, cwd, environment, printed):
     os.chdir(cwd)
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read its variable when torch was imported
-    # ddp_spawn.py's ranks are forked as well; tests that start it as a command have its own way
+    # ddp_spawn.py's ranks are forked as well; tests that start it as a command spawn them
     torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -107,7 +107,7 @@ class ForkedJob:
 
 
 def compute(command, cwd, status=0, timeout=150, **environment):
-    """Do what launch.run does, with forked processes where the launcher is not mpirun."""
+    """Do what launch.run does, with forked processes unless the launcher is mpirun."""
     if command.startswith("mpirun"):
         return launch.run(command, cwd, status, timeout, **environment)
     job = ForkedJob(command, cwd, **environment)

@@ -1,4 +1,4 @@
-"""Start recipes as a user does, in a shell, and see that they leave no process behind."""
+"""Start recipes as a user does, in a shell, and check that they leave no process behind."""
 
 import contextlib
 import faulthandler
@@ -24,8 +24,8 @@ import torch
 from recipes import ROOT
 
 HOROVOD = "Horovod: scripts/install_horovod.sh"
-MARK = "RECIPE_TEST"  # in the environment of all that a test starts, so that what it leaves behind is found
-ENVIRONMENT = {  # of what a test starts: MPI runs as root, and yields its core where it waits; this very Python
+MARK = "RECIPE_TEST"  # in the environment of all that a test starts, to find what it leaves behind
+ENVIRONMENT = {  # for what a test starts: MPI may run as root, and frees its core while it waits; the same Python
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
@@ -38,7 +38,7 @@ def need(there, what):
 
 @functools.cache
 def horovod_build():
-    """What Horovod's build has, in its own words."""
+    """What Horovod says is built in."""
     check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
     return subprocess.run(check, capture_output=True, text=True).stdout
 
@@ -80,7 +80,7 @@ class Job:
         return re.sub(r"\[\d+(,\d+)?\]<std(out|err)>:", "", Path(self.printed.name).read_text())
 
     def alive(self):
-        """What it started and what still runs, wherever in the process tree."""
+        """The processes that it started and that still run, anywhere in the process tree."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -102,7 +102,7 @@ class Job:
         return self.process.poll() is None
 
     def signal(self, number, everyone=False):
-        """Send a signal to what a terminal would: the process group; or to each process that there is."""
+        """Send a signal to the process group, as a terminal does; or to each process of the job."""
         if everyone:
             for process in self.alive():
                 process.send_signal(number)
@@ -181,7 +181,7 @@ def assert_same(a, b):
 
 
 def everything(folder):
-    """What a user finds there; the lock of a download, which is empty, may stay."""
+    """All files in a folder, with their bytes, but not the (empty) lock of a download."""
     return sorted((path, path.read_bytes()) for path in folder.rglob("*")
                   if path.is_file() and path.name != ".download.lock")
 

@@ -14,7 +14,7 @@ STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch in
 
 
 def small(dataset):
-    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, where their size is free."""
+    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, if their size is a flag."""
     return "--image-size 32" if dataset == "imagenet" else ""
 
 
@@ -69,7 +69,7 @@ def changed_copy(to, recipe, line, replacement):
 
 
 def in_float64(to, dataset, recipe=None, line=None, replacement=None):
-    """Copy the recipes of a data set and common/ to the folder `to`; `recipe` with another line as well."""
+    """Copy the recipes of a data set, in float64, and common/ to the folder `to`; `recipe` with a line replaced."""
     for folder in ("common", dataset):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (to / dataset).glob("*.py"):

@@ -36,7 +36,7 @@ def test_docstring_command(command, backend, tmp_path):
 
 def test_wrong_inputs(tmp_path):
     for flags, complaint in (("", "start it with a launcher, torchrun --nproc-per-node=2"),
-                             ("--max-bytes 3", "3 is not at least 4"), ("--json no/out.json", "folder is not there")):
+                             ("--max-bytes 3", "3 is not at least 4"), ("--json no/out.json", "folder does not exist")):
         output = compute(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2)
         assert complaint in output
         assert output.count("\n") == 1

@@ -29,7 +29,7 @@ def test_the_fit_finds_alpha_and_beta(p):
 
 
 def test_a_step_hides_what_it_can():
-    """Of what is sent while backward goes on only the last bucket is seen."""
+    """Sending overlaps with backward: only the last bucket adds to the step."""
     def all_reduce(size):
         return size * 1e-9
 
@@ -61,7 +61,7 @@ def test_the_page_of_the_model(tmp_path):
 
 
 def test_the_published_table():
-    """The model goes through the published times, and says that CIFAR-10 is slower on 16 GPUs than on 8."""
+    """The model reproduces the published times, and says that CIFAR-10 is slower on 16 GPUs than on 8."""
     seconds, *_ = model.published_model()
     for dataset, times in model.PUBLISHED.items():
         for gpus, known in times.items():
@@ -93,7 +93,7 @@ def test_scaling(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("command", "says"), [
     ("scaling.py --processes 1 3", "scaling.py: a global batch of 128 does not divide over 3 processes"),
     ("model.py --out nowhere", "model.py: nowhere has no scaling.json and allreduce-gloo-2.json: make benchmarks"),
-    ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is no timeline of Horovod"),
+    ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is not a Horovod timeline"),
 ], ids=lambda value: value.split()[0])
 def test_wrong_input(command, says, tmp_path):
     shown = compute(f"python {ROOT}/benchmarks/{command}", cwd=tmp_path, status=2)

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and a file that is not what was saved never becomes a model."""
+"""A checkpoint is complete or absent, and a file that differs from what was saved is never loaded."""
 
 import argparse
 import builtins
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.check
 
 FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
 FLIPS = 2000
-REFUSED = checkpoint.CorruptCheckpoint, OSError  # the second where a damaged archive names a place before its start
+REFUSED = checkpoint.CorruptCheckpoint, OSError  # OSError: an offset before the start of a damaged archive
 MODEL = torch.nn.Linear(40, 25)
 SAVED = {"epoch": 1, "samples": 0, "sums": None, "history": [{"epoch": 1, "val": {"accuracy": 0.5}}],
          "rate": {"global_batch": 64, "lr": 0.1}, "arguments": {"lr": 0.1, "weight_decay": None}}
@@ -45,8 +45,8 @@ def same(a, b):
 
 
 def save_for_ever(folder, epoch, said):
-    """Save as fast as it goes, and say each epoch once it is saved."""
-    torch.set_num_threads(1)  # OpenMP's threads did not come along in the fork
+    """Save as fast as possible, and report each epoch in `said` once it is saved."""
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     while True:
         save(folder, epoch, {"weight": torch.full((200_000,), float(epoch))}, best=epoch % 2 == 0)
         said.value = epoch
@@ -54,7 +54,7 @@ def save_for_ever(folder, epoch, said):
 
 
 def test_kill_in_a_loop_that_saves(tmp_path):
-    """SIGKILL at 50 random moments: what `auto` takes is whole, and never older than what was said to be saved."""
+    """SIGKILL at 50 random moments: `auto` finds a whole checkpoint, never older than the last one reported."""
     moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
     for _ in range(50):
         before = said.value
@@ -71,7 +71,7 @@ def test_kill_in_a_loop_that_saves(tmp_path):
         assert torch.equal(loaded["model"]["weight"], torch.full((200_000,), float(epoch)))
         assert not damaged
         checkpoint.read(tmp_path / "best.pt")
-    assert len(list(tmp_path.iterdir())) <= 5, "three checkpoints; what kills leave behind does not add up"
+    assert len(list(tmp_path.iterdir())) <= 5, "three checkpoints; files that kills leave behind do not pile up"
 
 
 class Crash(BaseException):
@@ -79,7 +79,7 @@ class Crash(BaseException):
 
 
 def crash_at(number, monkeypatch):
-    """Let the call to the file system of that number, and each after it, raise Crash; returns the patches."""
+    """Let the file-system call with this number, and each after it, raise Crash; returns the patches."""
     calls = [(os, "replace"), (os, "fsync"), (os, "open"), (pathlib.Path, "unlink"), (builtins, "open")]
     count = 0
 
@@ -102,9 +102,9 @@ def crash_at(number, monkeypatch):
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
 def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
-    """A save of last.pt and best.pt ends at each of its calls to the file system in turn, after `earlier` saves.
+    """Crash a save of last.pt and best.pt at each of its file-system calls in turn, after `earlier` saves.
 
-    There is a good newest checkpoint, or before the first one nothing that keeps a run from its beginning.
+    The newest checkpoint is good; if there is none yet, nothing prevents a run from starting.
     """
     for number in range(1, 30):
         folder = tmp_path / str(number)
@@ -123,13 +123,13 @@ def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
         assert not damaged
         if path or not crashed or earlier:
             assert saved["epoch"] in ((earlier - 1, earlier) if crashed else (earlier,))
-        save(folder, 9)  # the run that goes on
+        save(folder, 9)  # the resumed run
         assert checkpoint.find("auto", folder)[1]["epoch"] == 9
         assert not list(folder.glob(".last*"))
         if not crashed:
             assert number > 8
             return
-    pytest.fail("it never ran to its end")
+    pytest.fail("it never finished")
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def folder(tmp_path):
 
 
 def test_bit_flips(folder):
-    """Of 2,000 files with one flipped bit each is refused, or what is read is what was saved; `auto` goes on."""
+    """2,000 files, each with one flipped bit: refused, or read as it was saved; `auto` takes previous.pt."""
     draw, newest = random.Random(random_seed()), folder / "last.pt"
     whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
     refused = 0
@@ -161,7 +161,7 @@ def test_bit_flips(folder):
             assert (path, older["epoch"]) == (folder / "previous.pt", 1)
             assert [one for one, _ in damaged] == [newest]
             refused += 1
-    assert refused > FLIPS / 2, "what a flip can change without harm is the smaller part of a file"
+    assert refused > FLIPS / 2, "most flips do harm, and are refused"
 
 
 def test_truncated(folder):
@@ -205,7 +205,7 @@ def test_auto_when_all_are_bad(harm, folder, capsys):
 
 
 def test_a_folder_that_cannot_be_read(folder, capsys):
-    """last.pt is there and is no file: that is not the same as no checkpoint."""
+    """last.pt exists but is not a file: that differs from having no checkpoint."""
     (folder / "last.pt").unlink()
     (folder / "last.pt").mkdir()
     path, _, _, damaged = checkpoint.find("auto", folder)
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_read(folder, capsys):
 
 
 def test_pickle_that_runs_code(folder, tmp_path):
-    """Refused, whole as it is: a checksum says that a file is what somebody saved, not who."""
+    """Refused, though undamaged: a checksum does not say who saved a file."""
 
     class Harm:
         def __reduce__(self):
@@ -241,7 +241,7 @@ def test_what_stays(tmp_path):
 
 
 def test_copied_or_renamed(folder, tmp_path):
-    """A checkpoint has no name of its own, and two of the same content are the same to the ranks."""
+    """A checkpoint works under any name, and the same content has the same fingerprint."""
     copied = shutil.copy(folder / "last.pt", tmp_path / "mine")
     path, saved, fingerprint, _ = checkpoint.find(copied, None)
     assert str(path) == str(copied)
@@ -261,7 +261,7 @@ EDITS = st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.binary(max_size=8)
 @settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
 @given(edits=EDITS)
 def test_fuzz(edits, tmp_path_factory):
-    """Whatever bytes a file has: what somebody saved, or CorruptCheckpoint with one line."""
+    """A file of any bytes: read as a checkpoint, or CorruptCheckpoint with one line."""
     content = bytearray(WHOLE)
     for position, inserted, removed in edits:
         content[position:position + removed] = inserted
@@ -282,7 +282,7 @@ ARGUMENTS = dict.fromkeys(checkpoint.MUST_MATCH, 1)
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5) | st.floats(), max_leaves=10,
                     extend=lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)))
 def test_fuzz_of_the_content(values):
-    """Any values where a checkpoint has others: refused in one line, or of the right kind for this run."""
+    """Any values in place of a part of a checkpoint: refused, or of the right type for this run."""
     args, rate = argparse.Namespace(**ARGUMENTS, resume="x", evaluate=False), SAVED["rate"]
     model = torch.nn.Linear(3, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}

@@ -1,4 +1,4 @@
-"""What happens to a job on a cluster, and what becomes of the run: no rank hangs, and it goes on where it was."""
+"""Faults of a job on a cluster: no rank hangs, and the run continues where it was."""
 
 import re
 import signal
@@ -9,7 +9,7 @@ from cluster import SlurmJob
 from launch import assert_same, checkpoint, need_horovod, run
 from recipes import ROOT, STEP, changed_copy
 
-# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe says where it is.
+# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe prints its position.
 IMAGES, INTERVAL = 640, 5
 SIZE = f"--synthetic {IMAGES} --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu " \
        f"--log-interval {INTERVAL}"
@@ -19,10 +19,10 @@ SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('ST
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of a run on two processes that nothing happens to.
+    """The weights of an undisturbed run on two processes.
 
-    Two, and not four, as these end with the same bits again: on more, DDP sums the gradients of the first step after a
-    start in another order, since it lays its buckets out anew after that step (unless find_unused_parameters=True).
+    Only on two processes does a resumed run end with the same bits. On more, DDP sums the gradients of the first step
+    after a start in another order, as it rebuilds its buckets after that step (unless find_unused_parameters=True).
     """
     folder = tmp_path_factory.mktemp("undisturbed")
     run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {SIZE} --log-dir log", cwd=folder)
@@ -56,7 +56,7 @@ def is_whole(job, undisturbed):
 def test_worker_killed(slow_job, cluster):
     job = slow_job(sbatch="--gpus-per-node=2")
     cluster.run(f"scancel --signal=USR2 {job.id}")
-    job.wait_for("Current thread", count=4)  # each rank says where it is, and goes on
+    job.wait_for("Current thread", count=4)  # each rank prints its stack, and continues
     job.wait_for("^epoch 3/")
     job.ranks("node2")[-1].kill()
     killed = time.monotonic()
@@ -99,7 +99,7 @@ def test_node_down(slow_job, cluster, undisturbed):
 
 
 def stopped_at(log):
-    """The epoch and the sample at which the last run in a log that was warned has stopped, which is soon."""
+    """The epoch and the sample at which the last warned run in a log stopped; it must be soon after the warning."""
     before, after = log.rsplit("stopped by SIGUSR1 at epoch ", 1)
     epoch, sample = map(int, re.match(r"(\d+), sample (\d+)", after).groups())
     steps = re.findall(r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE)
@@ -109,7 +109,7 @@ def stopped_at(log):
 
 
 def test_time_limit(slow_job, cluster, undisturbed):
-    """SLURM's own warning, 60 to 90 seconds before the end, when half of the run is done; then there is time enough."""
+    """SLURM's own warning, 60 to 90 s before the time limit, halfway through the run; then the limit is raised."""
     job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
     job.wait_for("^stopped by SIGUSR1", timeout=120)
     epoch, sample = stopped_at(job.log())
@@ -121,7 +121,7 @@ def test_time_limit(slow_job, cluster, undisturbed):
 
 
 def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
-    """With MAX_REQUEUES=1 the second warning ends the job; another one takes the run up and ends it."""
+    """With MAX_REQUEUES=1 the second warning ends the job; another job resumes and completes the run."""
     job = slow_job(MAX_REQUEUES="1")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     job.wait_for("^ddp: queued again, 1 of 1")

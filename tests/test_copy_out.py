@@ -20,7 +20,7 @@ STARTS = {
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_copy_out(recipe, tmp_path):
-    """Data set by data set in turn: flat, as train.py beside common/, and nested, in a folder beside common/."""
+    """MNIST's flat, as train.py beside common/; the others nested, in a folder beside common/."""
     if recipe.name == "hvd.py":
         need_horovod("gloo")
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
@@ -31,7 +31,7 @@ def test_copy_out(recipe, tmp_path):
         shutil.copy(path, {recipe: copy}.get(path, project / "common" / path.name if path.parent.name == "common"
                                              else copy.parent / path.name))
     command = f"{STARTS[recipe.name].format(copy)} {small(recipe.parent.name)} --synthetic 512 --dry-run"
-    if recipe.name == "apex_amp.py":  # without a launcher, if not without Apex
+    if recipe.name == "apex_amp.py":  # fails without Apex, or else without a launcher
         job = Job(command, cwd=elsewhere)
         assert job.finish() != 0
         assert "from apex import amp" in job.output() or "torchrun" in job.output()
@@ -49,7 +49,7 @@ from torch.utils.data import Dataset
 
 
 class Stripes(Dataset):
-    """Float images [1, 12, 12] of stripes in four directions, at another place and under other noise each time."""
+    """Float images [1, 12, 12] of stripes in four directions, with a new offset and new noise each time."""
 
     def __init__(self, count, seed):
         self.labels = np.random.default_rng(seed).integers(4, size=count)
@@ -69,7 +69,7 @@ def net():
 
 
 class Factor:
-    """What LambdaLR multiplies the rate with; it saves the attributes, and no reader takes a function."""
+    """A factor for LambdaLR, which saves its attributes; here a function, which cannot be loaded."""
 
     def __init__(self):
         self.shape = math.cos
@@ -109,7 +109,7 @@ STEP = {
         run.state["scheduler"].step()""",
 }
 BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": "0"}  # one process of torchrun, without its lines
+           "MASTER_PORT": "0"}  # as torchrun for one process, without its output
 
 
 def own_script(folder, recipe):
@@ -126,7 +126,7 @@ def own_script(folder, recipe):
 
 @pytest.mark.parametrize("recipe", STEP)
 def test_a_script_of_ones_own(recipe, tmp_path):
-    """It learns; killed within an epoch and resumed, it ends with the weights of a run that was not."""
+    """It learns; killed within an epoch and resumed, it ends with the weights of an undisturbed run."""
     if recipe == "hvd.py":
         need_horovod("gloo")
     command = f"{own_script(tmp_path, recipe)} --device cpu --checkpoint-every 3 --resume auto"
@@ -154,7 +154,7 @@ def test_a_script_of_ones_own(recipe, tmp_path):
         for name in ("loss", "accuracy", "images"):
             assert resumed["history"][0][split][name] == undisturbed["history"][0][split][name]
 
-    # OneCycleLR counts steps, and keeps its rate: it goes on with the same global batch and scaled rate alone
+    # OneCycleLR counts steps and sets the rate: it resumes only with the same global batch and scaled rate
     alone = "python train.py --device cpu --epochs 3 --resume whole/previous.pt --dry-run"
     line, = compute(f"{alone} -b 16", cwd=tmp_path, status=2, **BY_HAND).splitlines()
     assert "scheduler" in line

@@ -46,7 +46,7 @@ def together(shares, batch_size):
 
 
 class Pictures(Dataset):
-    """uint8 images and their labels, as anybody's Dataset gives them."""
+    """uint8 images and their labels, as a user's Dataset returns them."""
 
     def __init__(self, tensors):
         self.tensors, self.mean_std = tensors, tensors.mean_std
@@ -113,7 +113,7 @@ def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
 
 @pytest.mark.parametrize("workers", [None, 0], ids=["tensors", "a Dataset"])
 def test_a_share_of_nothing_gives_no_batch(workers):
-    """As after a resume at the last step of an epoch, or of fewer validation images than ranks."""
+    """As after a resume at the end of an epoch, or with fewer validation images than ranks."""
     dataset = cifar10.load(arguments())[0] if workers is None else Drawn()
     sampler = EpochSampler(len(dataset), 8, seed=0)
     sampler.set_epoch(2, start=len(dataset) // 8 * 8)
@@ -138,7 +138,7 @@ def test_validation_shares_cover_the_set_once():
 
 
 class Drawn(Dataset):
-    """Float images [3, 1, 1] that are nothing but what was drawn for them; the label is the index."""
+    """Float images [3, 1, 1] of three random numbers; the label is the index."""
 
     def __len__(self):
         return 50
@@ -163,7 +163,7 @@ def drawn(epoch, workers=0, world_size=1, seed=0, start=0):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_draws_are_a_function_of_seed_epoch_and_index(workers, world_size):
-    """Whatever the workers and ranks, with torch, numpy and random alike, also from the middle of an epoch on."""
+    """For any number of workers and ranks; for torch, numpy and random; also from the middle of an epoch."""
     images, labels = drawn(epoch=1)
     for start in (0, 16):
         ours, ours_labels = drawn(1, workers, world_size, start=start)

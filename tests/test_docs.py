@@ -1,4 +1,4 @@
-"""What the documents say is so: links lead somewhere, tables are what the code gives, its blocks of code run."""
+"""The documents are right: links resolve, tables agree with the code, and code blocks run."""
 
 import itertools
 import re
@@ -100,7 +100,7 @@ def test_drawings_are_those_of_the_script():
 
 
 def test_example_of_batch_sizes():
-    """Each row is what the sampler and the schedule of the recipes give for so many processes."""
+    """Each row is what the sampler and the schedule of the recipes give for that many processes."""
     rows = table("batch-size.md", "processes")
     assert [row[0] for row in rows] == ["1", "2", "4", "8"]
     for row in rows:
@@ -113,7 +113,7 @@ def test_example_of_batch_sizes():
 
 
 def test_commands_of_batch_sizes(tmp_path):
-    """The two commands under the example take the steps, and say the batch and the rate, that its table has."""
+    """The two commands under the example take as many steps, and print the batch and rate, as its table says."""
     page = (ROOT / "docs/batch-size.md").read_text().replace("\\\n", "")
     commands = re.search(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     rows = table("batch-size.md", "processes")
@@ -163,18 +163,18 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-CLIPPING = "ddp_launch.py", "hvd.py", "ddp_amp.py", "apex_amp.py"  # as docs/your-own.md has them, one after the other
+CLIPPING = "ddp_launch.py", "hvd.py", "ddp_amp.py", "apex_amp.py"  # in the order of docs/your-own.md
 
 
 def port(name, to):
-    """Do in the folder `to` what docs/your-own.md says, to a copy of mnist/`name`."""
+    """Apply docs/your-own.md to a copy of mnist/`name` in the folder `to`."""
     page, text = (ROOT / "docs" / "your-own.md").read_text(), (ROOT / "mnist" / name).read_text()
     everywhere, _, clipping = page.partition("## Clipping gradients")
     for block in [*blocks(everywhere, "diff"), blocks(clipping, "diff")[CLIPPING.index(name)]]:
         lines = block.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
         found = re.findall(re.escape(old).replace(r"\.\.\.", ".*"), text)  # ... stands for the rest of a line
-        assert len(found) == 1, f"mnist/{name} has not, or more than once:\n{old}"
+        assert len(found) == 1, f"mnist/{name} does not have exactly once:\n{old}"
         text = text.replace(found[0], new)
     (to / "train.py").write_text(text)
     (to / "mine.py").write_text("\n\n".join(blocks(page, "python")))
@@ -183,9 +183,9 @@ def port(name, to):
 
 @pytest.mark.parametrize("name", CLIPPING)
 def test_your_own(name, tmp_path):
-    """It learns, and a run that goes on within an epoch ends with the very weights of one that was never stopped."""
+    """It learns, and a run resumed within an epoch ends with exactly the weights of one that was never stopped."""
     port(name, tmp_path)
-    if name == "apex_amp.py":  # which no CPU runs
+    if name == "apex_amp.py":  # which needs a GPU
         compile((tmp_path / "train.py").read_text(), "train.py", "exec")
         return
     if name == "hvd.py":

@@ -21,7 +21,7 @@ SHARES = "an epoch trains on {} images, each once{}, and validates on {}, each o
 
 
 def verdict(output):
-    """The one line that says how it is, behind which torchrun, horovodrun and mpirun have a say where it is bad."""
+    """The one line with the result. If it is bad, torchrun, horovodrun and mpirun print more after it."""
     lines = [line for line in output.splitlines() if line.startswith("doctor: ")]
     assert len(lines) == 1, output
     return lines[0]
@@ -107,7 +107,7 @@ def test_no_data_set(tmp_path):
 
 
 def by_hand(rank, port, flags=""):
-    """A line that starts a rank of two, each of which takes itself for the first one of its host."""
+    """A command that starts one of two ranks, each of which has local rank 0."""
     return (f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
             f"python {SCRIPT} {flags}")
 
@@ -128,7 +128,7 @@ def test_a_launcher_whose_processes_are_alone(tmp_path):
 
 def test_ranks_that_differ(tmp_path):
     need_horovod("mpi")
-    (tmp_path / "torchvision-0.1.dist-info").mkdir()  # before the other one in the environment of rank 1
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()  # shadows the real one on rank 1
     (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
     other = f"env PYTHONPATH={tmp_path} python {SCRIPT} -b 64"
     output = run(f"{MPIRUN} -np 1 python {SCRIPT} : -np 1 {other}", cwd=tmp_path, status=1)

@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine: whole files appear, and nothing of what was stalled, cut or changed."""
+"""Downloads, from a server on this machine: only whole files appear, none that stalled, was cut or changed."""
 
 import gzip
 import hashlib
@@ -79,7 +79,7 @@ def args_for(dataset, folder):
 
 @pytest.fixture(autouse=True)
 def default_timeout():
-    """A process that downloads keeps its timeout for sockets; this one runs other tests."""
+    """A download sets the default socket timeout for its process; reset it for the other tests."""
     yield
     socket.setdefaulttimeout(None)
 
@@ -93,14 +93,14 @@ def mnist_files(real_data):
 
 @pytest.fixture
 def mnist(mnist_files, monkeypatch):
-    """The same, as torchvision then expects them."""
+    """The same; torchvision is told their checksums."""
     monkeypatch.setattr(MNIST, "resources", [(name, md5(content)) for name, content in mnist_files.items()])
     return mnist_files
 
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """The archive of a small CIFAR-10, {name: bytes}, as torchvision then expects it."""
+    """The archive of a small CIFAR-10, {name: bytes}; torchvision is told its checksums."""
     generator, contents = np.random.default_rng(0), {}
     for name in cifar10.FILES:
         batch = {"data": generator.integers(256, size=(20, 3072), dtype=np.uint8), "labels": list(range(10)) * 2}
@@ -124,17 +124,17 @@ LOAD = {"mnist": datasets.mnist, "cifar10": cifar10.load}
 
 
 def files_in(folder):
-    """What a user finds there; the lock, which is empty, may stay."""
+    """The names of all files in a folder, but not the (empty) lock."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
                   if path.is_file() and path.name != ".download.lock")
 
 
 def refused(dataset, folder, capsys):
-    """The line with which a download ends; it leaves no file."""
+    """The error line of a download that fails; it leaves no file."""
     with pytest.raises(SystemExit, match="2"):
         LOAD[dataset](args_for(dataset, folder))
     assert not files_in(folder), "a download that failed leaves nothing"
-    line = capsys.readouterr().err.splitlines()[-1]  # behind torchvision's progress bar
+    line = capsys.readouterr().err.splitlines()[-1]  # after torchvision's progress bar
     assert "the download failed" in line
     assert "--synthetic" in line
     return line
@@ -188,7 +188,7 @@ def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):
 
 
 def as_rank(rank, args):
-    torch.set_num_threads(1)  # OpenMP's threads did not come along in the fork
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     os.environ["RANK"] = str(rank)
     datasets.mnist(args)
 

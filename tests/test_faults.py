@@ -1,4 +1,4 @@
-"""What clusters do to a run: it ends with a status that is not 0, leaves no process, and what was saved stays good."""
+"""Faults that end a run: its status is not 0, it leaves no process, and its checkpoints stay good."""
 
 import os
 import re
@@ -20,14 +20,14 @@ RECIPES = {"ddp_spawn": "ddp_spawn", "ddp_launch": "ddp_launch", "hvd_gloo": "hv
 
 
 def fails(command, cwd):
-    """What a command prints that ends within a minute, and not well."""
+    """The output of a command that has to fail within a minute."""
     job = Job(command, cwd)
     assert job.finish(60) != 0, job.output()
     return job.output()
 
 
 def good(folder):
-    """The checkpoint that --resume auto would take, while nothing there is damaged."""
+    """The checkpoint that --resume auto would take; nothing in the folder may be damaged."""
     path, saved, _, damaged = checkpoints.find("auto", folder)
     assert path
     assert not damaged
@@ -44,7 +44,7 @@ FAULTS = {
 }
 
 
-# Whether the others notice depends on the launcher where a rank is gone or hangs, and not where it ends by itself
+# Whether the others notice that a rank vanished or hangs depends on the launcher; not so if it fails by itself
 @pytest.mark.parametrize(("strategy", "fault"), [
     *((strategy, fault) for strategy in RECIPES for fault in ("exit(0)", "hangs")), ("ddp_spawn", "memory limit")])
 def test_fault_of_one_rank(fault, strategy, tmp_path):
@@ -53,7 +53,7 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
         need_horovod(strategy)
     line = f"        if run.rank == 1 and (run.epoch, run.samples) == (1, 1280):\n            {FAULTS[fault]}\n"
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
-    # Eight seconds, as the import of TensorBoard at the end of the first epoch can take some
+    # Eight seconds, as the import of TensorBoard at the end of the first epoch can take several
     output = fails(f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log --timeout 8", tmp_path)
     assert "epoch 1/3" in output
     assert "epoch 2/3" not in output
@@ -97,7 +97,7 @@ def test_disk_full_during_a_save(strategy, tmp_path):
     whole_epochs = len(re.findall(r"^epoch \d/4: ", output, re.MULTILINE))
     assert 1 < whole_epochs < 4
     assert good(tmp_path / "copy")["epoch"] == whole_epochs - 1
-    assert not list((tmp_path / "copy").glob(".*")), "no torn file takes the room"
+    assert not list((tmp_path / "copy").glob(".*")), "no partial file takes up space"
 
 
 def test_disk_full_of_figures(tmp_path):
@@ -147,7 +147,7 @@ def loader_workers(job, count):
 @pytest.mark.parametrize(("strategy", "number"), [("single", signal.SIGKILL), ("ddp_launch", signal.SIGKILL),
                                                   ("single", signal.SIGSTOP)])
 def test_loader_worker(strategy, number, tree, tmp_path):
-    """One that is killed, as by a memory limit, ends the run; so does one that hangs, after --timeout."""
+    """The run ends if a loader worker is killed (say, by a memory limit), or hangs for --timeout."""
     command = {"single": f"python {ROOT}/imagenet/single.py", **strategies(2, ROOT / "imagenet")}[strategy]
     job = Job(f"{command} {tree} --epochs 1000 --workers 1 --timeout 8", cwd=tmp_path)
     job.wait_for("epoch 2/1000")
@@ -160,7 +160,7 @@ def test_loader_worker(strategy, number, tree, tmp_path):
 
 
 def test_tiny_shared_memory(tree, tmp_path):
-    """Loader workers hand batches over by way of /dev/shm; one of 32 images of 128x128 is 1.5 MB."""
+    """Loader workers pass batches through /dev/shm; one of 32 images of 128x128 is 1.5 MB."""
     command = f"{strategies(2, ROOT / 'imagenet')['ddp_launch']} {tree} -b 32 --image-size 128 --epochs 1 --workers 2"
     fails(on_small_disk(command, tmp_path, "1m", "/dev/shm"), tmp_path)
     assert not list((tmp_path / "log").glob("*.pt"))

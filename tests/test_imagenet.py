@@ -1,4 +1,4 @@
-"""What only the recipes of ImageNet have: trees of JPEGs and what decodes them, --accumulate, --evaluate, any model."""
+"""What only the recipes of ImageNet have: trees of JPEGs and their decoders, --accumulate, --evaluate, any model."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def need_loader(name):
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory):
-    """A tree like ImageNet's, with what is rare in it as well: grey, CMYK, progressive, upright, tiny, a PNG."""
+    """A tree like ImageNet's, with its rare cases as well: grey, CMYK, progressive, upright, tiny, a PNG."""
     folder = tmp_path_factory.mktemp("photos")
     jpeg_tree.make(folder, images=20)
     picture = Image.open(folder / "train" / "class0" / "00000.JPEG")
@@ -80,7 +80,7 @@ def photos(tmp_path_factory):
     picture.resize((40, 30)).save(rare / "tiny.JPEG")
     picture.save(rare / "progressive.JPEG", progressive=True)
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by a quarter, which neither torchvision nor ImageNet's recipes do
+    exif[0x0112] = 6  # "rotate by 90 degrees", which torchvision and our recipes ignore
     picture.save(rare / "turned.JPEG", exif=exif)
     for path in rare.glob("[a-z]*"):
         shutil.copy(path, folder / "val" / "class1")
@@ -88,7 +88,7 @@ def photos(tmp_path_factory):
 
 
 def assert_close(ours, usual):
-    """Normalised images are as near as rounding in the resize leaves them: 0.1 grey levels on average, two at most."""
+    """Normalised images differ only by rounding in the resize: by 0.1 grey levels on average, by two at most."""
     difference = (torch.stack(list(ours)) - torch.stack(list(usual))).abs()
     difference *= 255 * torch.tensor(jpegs.MEAN_STD[1]).view(3, 1, 1)
     assert difference.max() < 2.001
@@ -134,7 +134,7 @@ def test_validation_images_are_those_of_torchvision(size, photos):
 
 
 def test_loaders_give_the_same_images(photos):
-    """Bit by bit; what is decoded in part is what is cut out of the whole."""
+    """Bit by bit: decoding only the crop gives the same pixels as cropping the whole image."""
     need_loader("nvimgcodec")
     batches = [next(iter(training("--data-dir", photos, "-b", 27, "--loader", name))) for name in LOADERS]
     assert len(batches[0][0]) == 27
@@ -163,7 +163,7 @@ def test_images_do_not_depend_on_processes_and_workers(photos):
                                    lambda content: content[:2] + b"no JPEG" + content[-2:]],
                          ids=["cut", "text", "no JPEG"])
 def test_corrupt_image(loader, workers, spoil, photos, tmp_path):
-    """The error names it, whatever decodes it and where."""
+    """The error names the file, for each decoder, in a worker or not."""
     need_loader(loader)
     shutil.copytree(photos, tmp_path / "tree")
     path = tmp_path / "tree" / "train" / "class2" / "00002.JPEG"
@@ -236,7 +236,7 @@ def test_learns(learned):
 
 @pytest.mark.parametrize("strategy", ["ddp_launch", "hvd_gloo"])
 def test_learns_on_two_processes(strategy, learned, cifar_tree, tmp_path):
-    """As well as on one, within what 1,000 images and BatchNorm over half the batch leave open."""
+    """As well as on one, up to the noise of 1,000 images and of BatchNorm over half the batch."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     compute(f"{strategies(2, ROOT / 'imagenet')[strategy]} --data-dir {cifar_tree} {CIFAR} -b 16 --lr 0.0025 -j 1 "
@@ -256,7 +256,7 @@ def test_evaluate(strategy, learned, cifar_tree, tmp_path):
     output = compute(f"{command} --data-dir {cifar_tree} --arch convnet --image-size 32 --device cpu -j 1 "
                  f"--evaluate --resume {learned}/last.pt", cwd=tmp_path)
     val = figures(learned)
-    assert f"1,000 images of val: loss {val['loss']:.4f} acc {val['accuracy']:.2%} top-5 {val['top5']:.2%} | " \
+    assert f"1,000 val images: loss {val['loss']:.4f} acc {val['accuracy']:.2%} top-5 {val['top5']:.2%} | " \
         in output
     assert not list(tmp_path.iterdir()), "it writes no files"
 
@@ -284,7 +284,7 @@ ACCUMULATED = (f"--synthetic 340 --epochs 2 --arch lenet {small('imagenet')} --w
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of recipes that compute in float64, and what one with batches of 32 ends with: 10 steps an epoch."""
+    """The folder of recipes in float64, and the checkpoint of a run with batches of 32: 10 steps per epoch."""
     folder = tmp_path_factory.mktemp("whole")
     recipes = in_float64(folder, "imagenet")
     compute(f"python {recipes}/single.py {ACCUMULATED} -b 32", cwd=folder)
@@ -293,7 +293,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("strategy", ["single", *strategies(1, "")])
 def test_accumulate(strategy, whole, tmp_path):
-    """4 batches of 8 are one of 32, on two processes 4 of 4 on each."""
+    """4 batches of 8 train like one of 32; on two processes, so do 4 of 4 on each."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     recipes, expected = whole
@@ -309,7 +309,7 @@ def test_accumulate(strategy, whole, tmp_path):
 @pytest.mark.parametrize("name", ["resnet18", "googlenet", "inception_v3", "vit_b_16", "mobilenet_v3_small",
                                   "squeezenet1_0", "densenet121", "convnext_tiny", "efficientnet_b0", "swin_t"])
 def test_any_model_of_torchvision(name):
-    """One that is new for each family with ways of its own: auxiliary classifiers, a size that is part of the model."""
+    """One model of each family that has peculiarities: auxiliary classifiers, or an image size that is part of it."""
     size = 96 if name == "inception_v3" else 64
     model = networks.build(arguments("--image-size", size, "--arch", name), CPU, classes=7)
     logits = model.train()(torch.randn(2, 3, size, size))
@@ -342,7 +342,7 @@ def test_replaced_batch_norm_computes_the_same():
 
 
 def test_compiled_and_channels_last(tmp_path):
-    """A run with both goes on without, as the checkpoint has the usual names; and ends with the same loss."""
+    """A run with both can resume without them, as the checkpoint has the usual names; the loss is the same."""
     need(shutil.which("g++"), "g++, which torch.compile needs on the CPU")
     command = (f"{SINGLE} --synthetic 256 --arch convnet --image-size 32 -b 64 --lr 0.005 --epochs 2 --device cpu "
                "--warmup-epochs 0")
@@ -354,7 +354,7 @@ def test_compiled_and_channels_last(tmp_path):
 
 
 def test_horovod_with_channels_last(tmp_path):
-    """Two processes see the images in another order in memory, and train as without."""
+    """Two processes get the images in another memory order, and train the same."""
     need_horovod("gloo")
     command = (f"{strategies(2, ROOT / 'imagenet')['hvd_gloo']} --synthetic 128 --arch convnet --image-size 32 -b 16 "
                "--lr 0.005 --epochs 1 --device cpu")
@@ -427,11 +427,11 @@ def test_benchmark_of_the_loaders(photos, tmp_path):
     assert [line.partition("  ")[0] for line in lines[1:]] == [
         "usual pipeline", "--loader pillow", "limit of pillow: decode the crop", "--loader nvimgcodec",
         "limit of nvimgcodec: decode the crop"]
-    assert all(re.search(r" \d+ images/s and core, \d\.\d\d times the usual", line) for line in lines[1:])
+    assert all(re.search(r" \d+ images/s per core, \d\.\d\d times the usual", line) for line in lines[1:])
 
 
 def test_a_large_tree_is_two_arrays(photos):
-    """No Python object for each image, of which each worker would get a copy (its reference count is written)."""
+    """No Python object per image: each worker would copy it, as reading it writes its reference count."""
     tree = jpegs.TrainTree(jpegs.image_tree(photos)[0], 32, "pillow")
     assert isinstance(tree.paths, np.ndarray) and tree.paths.dtype.kind == "S"
     assert [os.fsdecode(path) for path in tree.paths] == [path for path, _ in jpegs.image_tree(photos)[0].samples]

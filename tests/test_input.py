@@ -117,7 +117,7 @@ def log(trained, tmp_path):
 
 
 def altered(log, **values):
-    """The name of a checkpoint with other values."""
+    """The path of a checkpoint with these values replaced."""
     torch.save({**checkpoint(log), **values}, log / "altered.pt")
     return "log/altered.pt"
 

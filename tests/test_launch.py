@@ -1,4 +1,4 @@
-"""Each recipe, started by each command in its docstring, runs to the end and says what it ought to, once."""
+"""Each recipe, started by each command in its docstring, runs to the end and prints what it should, once."""
 
 import contextlib
 import gzip
@@ -47,7 +47,7 @@ def apex_there():
 def test_every_recipe_names_a_command():
     assert len(RECIPES) >= 21
     for recipe in RECIPES:
-        assert commands(recipe), f"{name_of(recipe)} says nowhere how to start it"
+        assert commands(recipe), f"{name_of(recipe)} does not say how to start it"
         assert all(name_of(recipe) in line for line in commands(recipe))
 
 
@@ -78,7 +78,7 @@ def test_docstring_command(recipe, group, start, tmp_path):
     world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
     assert re.match(f"{recipe.parent.name}: {strategy} \\| world size {world_size} \\|", first), first
     assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in first, first
-    assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "not one process speaks, but several"
+    assert len(re.findall(r"^\w+: .*world size", output, re.MULTILINE)) == 1, "only one process may print it"
     assert len(re.findall(r"^epoch 1/1: loss [\d.]+ acc [\d.]+% \| val loss [\d.]+ acc [\d.]+% \| [\d,]+ images/s \| "
                           r"\d+% data wait$", output, re.MULTILINE)) == 1, output
     results = json.loads((tmp_path / "log" / "results.json").read_text())
@@ -124,7 +124,7 @@ def test_profile(images, steps, tmp_path):
 
 
 def test_nothing_is_imported_before_it_is_needed(tmp_path):
-    """Neither TensorBoard nor torchvision costs a run its start that does not use them."""
+    """A run that does not use TensorBoard or torchvision does not spend time on importing them."""
     code = (f"import runpy, sys; sys.argv = ['single.py', '--synthetic', '512', '--dry-run', '--model', 'convnet']; "
             f"runpy.run_path('{ROOT}/cifar10/single.py', run_name='__main__'); "
             "print('there:', sorted({name.split('.')[0] for name in sys.modules}))")
@@ -194,7 +194,7 @@ def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
 
 
 def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
-    """As in the background of a script, where mp.spawn's processes inherit that it is ignored."""
+    """As in a script's background job, where mp.spawn's processes inherit the ignored SIGINT."""
     command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 --synthetic 2560 --epochs 2000 --log-dir log"
     job = Job(f"trap '' INT; exec {command}", cwd=tmp_path)
     job.wait_for("epoch 1/")
@@ -217,7 +217,7 @@ def flags_of(recipe):
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.name in ("ddp_launch.py", "ddp_amp.py")],
                          ids=name_of)
 def test_torchrun_leaves_the_flags_of_a_recipe_alone(recipe):
-    """argparse takes a flag for an abbreviation of its own also where it stands behind the script (--n, --monitor)."""
+    """argparse also takes a flag after the script for an abbreviation of its own (--n, --monitor)."""
     flags = flags_of(recipe)
     assert {"--batch-size", "--batch_size", "-b"} <= set(flags)
     parser = torch.distributed.run.get_args_parser()

@@ -29,7 +29,7 @@ def test_real_mnist(strategy, model, real_data, tmp_path):
 
 @pytest.mark.parametrize(("strategy", "epochs", "accuracy"), [("single", 1, 0.45), ("ddp_launch", 1, 0.4)])
 def test_real_cifar10(strategy, epochs, accuracy, real_data, tmp_path):
-    """What somebody without a GPU tries learns with the defaults."""
+    """The model for users without a GPU learns with the defaults."""
     command = {"single": f"python {ROOT}/cifar10/single.py", **strategies(2, ROOT / "cifar10")}[strategy]
     command += f" --data-dir {real_data('cifar10')} --model convnet"
     assert learns(command, epochs, 10_000, tmp_path) >= accuracy

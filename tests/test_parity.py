@@ -36,9 +36,9 @@ def single(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [
-    "mnist dp 1",  # for its code: on the CPU it is the bare module, on one process
+    "mnist dp 1",  # only to run its code: on the CPU it is the bare model, on one process
     *(f"mnist {name} 2" for name in strategies(1, "")), "mnist ddp_launch 4", "mnist hvd_gloo 4",
-    # test_siblings.py shows that the others differ from these in what the data sets say in their own way
+    # test_siblings.py shows that the others differ from these only in what is specific to a data set
     "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2"])
 def test_parity(case, single, tmp_path):
     dataset, name, processes = case.split()

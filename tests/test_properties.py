@@ -32,7 +32,7 @@ def update(metrics, sizes, seed):
 @settings(deadline=None)
 @given(st.lists(st.tuples(batches, seeds), min_size=1, max_size=5), st.lists(st.tuples(batches, seeds), max_size=5))
 def test_metrics_are_those_of_all_images(ranks, before):
-    """However the images fall into ranks and batches, and into what went before a resume: the mean over the images."""
+    """However the images are split over ranks and batches, and by a resume: the mean over all images."""
     earlier, later = [Metrics("cpu") for _ in before], None
     seen = [update(one, *rank) for one, rank in zip(earlier, before, strict=True)]
     sums = sum(one.sums for one in earlier).tolist() if earlier else None
@@ -50,7 +50,7 @@ def test_metrics_are_those_of_all_images(ranks, before):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_loss_that_is_not_finite(bad):
-    """The sum over the ranks shows it, whichever had it and when."""
+    """The sum over the ranks shows it, whatever rank and batch it was in."""
     ranks, labels = [Metrics("cpu") for _ in range(3)], torch.zeros(2, dtype=torch.int64)
     for loss in (1.0, bad, 1.0):
         ranks[1].update(torch.tensor(loss), torch.zeros(2, 10), labels)
@@ -59,7 +59,7 @@ def test_one_loss_that_is_not_finite(bad):
 
 
 def samplers(length, batch, seed, world_size, epoch, start=0):
-    """Those of all ranks."""
+    """The samplers of all ranks."""
     made = [EpochSampler(length, batch, seed, rank, world_size) for rank in range(world_size)]
     for sampler in made:
         sampler.set_epoch(epoch, start)

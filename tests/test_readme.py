@@ -1,6 +1,6 @@
 """Every command in README.md and in docs/ runs as it stands, section by section, in a copy of the repository.
 
-What makes it quick goes behind the command, where it overrules a flag, or into its environment.
+To make it quick, flags are appended, where they override earlier ones, or environment variables are set.
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ ELSEWHERE = {
     "srun --jobid=JOBID --overlap --nodelist=node2 --pty bash": "a shell for a person",
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
-# What goes behind a script that is no recipe; one that is new has to be entered here
+# Flags appended to a script that is not a recipe; add new scripts here
 BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20"}
 
 
@@ -128,7 +128,7 @@ def write_small_data(folder):
 
 
 def world_size(command):
-    """How many processes it asks for; a SLURM job has one on a node, where it does not say."""
+    """How many processes it asks for; a SLURM job has one per node unless it says otherwise."""
     processes = re.search(r"(?:-np |--nproc-per-node=|-g )(\d+)", command)
     return int(processes[1]) if processes else 2 if "2nodes" in command else 1
 
@@ -167,7 +167,7 @@ class Reader:
             self.train(command, program, script)
 
     def train(self, command, program, script):
-        """A recipe, or the doctor in its place, with small images and one step, or two epochs where it has a folder."""
+        """A recipe, or the doctor, with small images and one step, or two epochs if it has a log folder."""
         if script == "scripts/doctor.py":
             command += " --device cpu -b 16"
         else:
@@ -187,10 +187,10 @@ class Reader:
         else:
             output = self.run(command)
         assert len(re.findall(rf"[|:] world size {world_size(command)}\b", output)) == 1, output
-        assert re.search(r"epoch \d/|nothing left to do for|doctor: all is well|images of val: ", output), output
+        assert re.search(r"epoch \d/|nothing left to do for|doctor: all is well|val images: ", output), output
 
     def run(self, command, status=0):
-        """A script in forked processes where that is the same; test_launch.py has the launchers themselves."""
+        """Run scripts in forked processes where that gives the same; test_launch.py tests the launchers."""
         forks = re.match(r"(\w+=\S+ )*(python \w|torchrun|horovodrun --gloo)", command) and "--compile" not in command
         return (compute if forks else run)(command, self.folder, status, **self.environment)
 
@@ -200,7 +200,7 @@ class Reader:
 
     def make(self, command):
         fresh = subprocess.run(["make", "--question", ".venv/.recipes"], cwd=self.folder, capture_output=True)
-        need(fresh.returncode == 0, f"make demo in {sys.prefix}, which is another's or older than requirements.txt")
+        need(fresh.returncode == 0, f"make demo: {sys.prefix} was not made by it, or is older than requirements.txt")
         assert "epoch 3/3" in self.run(command)
 
     def apt_get(self, command):
@@ -222,7 +222,7 @@ class Reader:
         assert "ddp-2" in names
 
     def kill(self, command):
-        """To a run that is on its way."""
+        """Send it to a run in progress."""
         if not self.long_run:
             self.long_run = Job("exec python mnist/single.py --epochs 1000 --device cpu", self.folder)
             self.long_run.wait_for("epoch 1/")
@@ -235,7 +235,7 @@ class Reader:
             self.long_run.finish()
 
 
-# Programs that are not just run
+# Programs that need special handling
 OWN_WAY = {
     "apt-get": Reader.apt_get,
     "kill": Reader.kill,
@@ -254,7 +254,7 @@ def test_section(document, heading, tmp_path, request):
         for command in TO_RUN[document, heading]:
             try:
                 reader.type(command)
-            except pytest.skip.Exception as skipped:  # what is behind it may run all the same
+            except pytest.skip.Exception as skipped:  # the commands after it may still run
                 missing = skipped
     finally:
         reader.close()
@@ -265,7 +265,7 @@ def test_section(document, heading, tmp_path, request):
 TWO = "torchrun --nproc-per-node=2 --no-python true"
 ONE_GOES = ("import os, signal, torch, horovod.torch as hvd", "hvd.init()", "hvd.allreduce(torch.ones(1))",
             "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)", "hvd.allreduce(torch.ones(1))")
-# What prints what the README's last table explains
+# Commands that print the messages in the README's last table
 PRINTS = {
     f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
     "timeout --signal=INT 4 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],

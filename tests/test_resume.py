@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends with the very weights of one that was not."""
+"""A run that was killed and resumed ends with exactly the weights of an undisturbed one."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
 
-# One where the launcher itself is started, which takes longest
+# One kill where the launcher itself is started, which takes longest
 KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 10, "hvd_gloo": 3, "hvd_mpi": 1}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
@@ -23,7 +23,7 @@ IMAGES, EPOCHS, STEPS = 2048, 4, 16  # global batches of 128
 
 
 def start(strategy, folder):
-    """What starts the recipe of `folder` for a strategy, on two processes where it takes several."""
+    """The command for a strategy's recipe in `folder`, on two processes unless it is `single`."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     return {"single": f"python {folder}/single.py", **strategies(2, folder)}[strategy]
@@ -35,7 +35,7 @@ def forked(strategy):
 
 
 def newest(folder):
-    """The newest checkpoint of a folder that somebody writes to, or None."""
+    """The newest checkpoint of a folder that a run is writing to, or None."""
     for name in ("last.pt", "previous.pt"):
         try:
             return checkpoints.read(folder / name)[0]
@@ -79,7 +79,7 @@ def test_kills(strategy, tmp_path):
     assert "starting from the beginning" in compute(f"{quick} --log-dir whole", cwd=tmp_path)
     start_job = Job if KILLS[strategy] == 1 else ForkedJob
     draw, folder = random.Random(random_seed()), tmp_path / "part"
-    # Far enough from the end to be in time
+    # In the first half of the run, so that the kill comes before its end
     for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=KILLS[strategy])):
 
         def reached(steps=target):
@@ -130,7 +130,7 @@ def test_killed_with_the_default_model(name, tmp_path):
 
 
 def test_killed_before_the_first_checkpoint(tmp_path):
-    """It begins again: a job that a scheduler starts anew cannot choose another folder."""
+    """It starts over: a job that a scheduler restarts cannot choose another folder."""
     command = f"python {ROOT}/mnist/single.py --model lenet --device cpu --log-dir log --resume auto"
     kill(ForkedJob(f"{command} --synthetic 64000", cwd=tmp_path), (tmp_path / "log" / "results.json").exists)
     assert not list((tmp_path / "log").glob("*.pt"))
@@ -139,7 +139,7 @@ def test_killed_before_the_first_checkpoint(tmp_path):
 
 
 def test_last_checkpoint_damaged(tmp_path):
-    """The one before it is taken, and is still there when the next one is saved."""
+    """The previous one is used, and is still there when the next one is saved."""
     command = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 3 --log-dir log"
     compute(command, cwd=tmp_path)
     last, whole = tmp_path / "log" / "last.pt", checkpoint(tmp_path / "log")
@@ -164,7 +164,7 @@ def test_warned_and_resumed(strategy, tmp_path):
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
     job.wait_for("epoch 1/")
     told = job.process  # passes it on to the ranks, or is the only one
-    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not, and SLURM reaches the ranks behind them
+    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not; SLURM signals the ranks directly
         told = next(process for process in job.alive()
                     if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(process.cmdline()[:3]))
                     and not process.name().startswith("sh"))
@@ -191,7 +191,7 @@ def two_epochs(tmp_path_factory):
 def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_path):
     """In the step that begins at `sample` of `epoch`: it stops within --log-interval steps.
 
-    Where that is after the last step of an epoch, the evaluation is still to come.
+    If that is after the last step of an epoch, the resumed run still evaluates it.
     """
     raised = f"        if (run.epoch, run.samples) == ({epoch}, {sample}): __import__('signal').raise_signal(10)\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
@@ -207,7 +207,7 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
 def test_from_launcher_to_launcher(tmp_path):
     """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun again.
 
-    Each stops within an epoch; the four of them train as one does that nothing happens to.
+    All but the last stop within an epoch; together the four train like one undisturbed run.
     """
     need_horovod()
     stops = ("        import os, signal\n"
@@ -239,7 +239,7 @@ def test_from_launcher_to_launcher(tmp_path):
 
 
 def test_rate_on_another_number_of_processes(tmp_path):
-    """--scale-lr linear: from where it goes on, the rates are those of a run that had as many processes all along."""
+    """--scale-lr linear: after the resume, the rates are those of a run that always had this number of processes."""
     flags = "-b 32 --synthetic 192 --model lenet --device cpu"
     compute(f"python {ROOT}/mnist/ddp_spawn.py -g 3 {flags} --epochs 1 --log-dir part", cwd=tmp_path)
     for folder in ("part", "whole"):

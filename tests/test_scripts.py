@@ -15,7 +15,7 @@ def test_export(tmp_path):
     weights, model = load_file(tmp_path / "weights.safetensors"), torch.load(tmp_path / "log" / "best.pt")["model"]
     assert weights.keys() == model.keys()
     assert all(torch.equal(weights[name], model[name]) for name in model)
-    assert "is there already" in refused(f"{EXPORT} log/best.pt weights.safetensors", tmp_path)
+    assert "already exists" in refused(f"{EXPORT} log/best.pt weights.safetensors", tmp_path)
     assert "No such file" in refused(f"{EXPORT} log/none.pt other", tmp_path)
     assert "No such file" in refused(f"{EXPORT} log/best.pt none/other", tmp_path)
     damaged = bytearray((tmp_path / "log" / "best.pt").read_bytes())

@@ -1,4 +1,4 @@
-"""The recipes are read in pairs: what tells two of them apart is what distribution adds, and no more."""
+"""The recipes are read in pairs: two of them differ in what distribution adds, and nothing else."""
 
 import ast
 import re
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.check
 SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
 LINES = {"mnist": 125, "cifar10": 125, "imagenet": 140}
 LONGEST_FUNCTION = {"mnist": 42, "cifar10": 42, "imagenet": 48}  # main: it shows all that the strategy sets up
-# the changed lines that a recipe may have against the one it is read against
+# the most lines in which a recipe may differ from the one it is read beside
 BUDGETS = {"dp.py": 12, "ddp_spawn.py": 45, "ddp_launch.py": 35, "hvd.py": 40, "ddp_amp.py": 15, "apex_amp.py": 15}
-# What a data set says in its own way (as a regular expression, and what that stands for); all else is the same.
+# What is specific to a data set (as a regular expression, and what that stands for); all else is the same.
 OF_A_DATASET = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), batch_size,",
                 r"^([-+])\(loss / run\.accumulate\)\.": r"\1loss.", r"loss / run\.accumulate": "loss",
                 r", delay_unscale=not ends_step": "", r", label_smoothing=run\.args\.label_smoothing": ""}
@@ -125,7 +125,7 @@ def length(paths):
 
 
 def test_sizes():
-    """A person reads what a copied recipe takes along in an hour, and each file in one go."""
+    """What a copied recipe needs can be read in an hour, and each file in one sitting."""
     lines = length((ROOT / "common").glob("*.py"))
     assert sum(lines.values()) <= 1000
     assert max(lines.values()) <= 200
