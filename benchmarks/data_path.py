@@ -35,7 +35,7 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
         pass
 
 
-class Usual(DataLoader):
+class TutorialLoader(DataLoader):
     """A DataLoader with the `waited` of a DataObject."""
 
     waited = 0.0
@@ -50,7 +50,7 @@ def usual(args):
         convert = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
                    transforms.ToTensor(), transforms.Normalize(*cifar10.MEAN_STD)]
         images = AnyCIFAR10(args.data_dir, transform=transforms.Compose(convert))
-    return Usual(images, args.batch_size, shuffle=True, drop_last=True)
+    return TutorialLoader(images, args.batch_size, shuffle=True, drop_last=True)
 
 
 def seconds_of_a_pass(args, recipe, batches):

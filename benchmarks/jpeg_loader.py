@@ -47,7 +47,7 @@ def usual(tree):
     return lambda: iter(DataLoader(tree, BATCH, num_workers=1))
 
 
-def of_the_recipes(dataset):
+def recipe_loader(dataset):
     """The batches of a DataObject, before they are on the device."""
     return lambda: Loader(dataset, seed=0, workers=1, pin_memory=False).batches(torch.arange(len(dataset)), BATCH, 0)
 
@@ -69,8 +69,8 @@ def main():
     tree = jpegs.image_tree(args.data_dir)[0]
     pipelines = {"usual pipeline": usual(tree)}
     for name in jpegs.LOADERS:
-        pipelines[f"--loader {name}"] = of_the_recipes(jpegs.TrainTree(tree, SIZE, name))
-        pipelines[f"limit of {name}: decode the crop"] = of_the_recipes(DecodeOnly(tree, SIZE, name))
+        pipelines[f"--loader {name}"] = recipe_loader(jpegs.TrainTree(tree, SIZE, name))
+        pipelines[f"limit of {name}: decode the crop"] = recipe_loader(DecodeOnly(tree, SIZE, name))
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, Pillow {PIL.__version__}, "
           f"{os.cpu_count()} cores, {len(tree)} images")
     torch.set_num_threads(1)

@@ -168,10 +168,10 @@ def markdown(scaling, fits, works, cores):
                 for all_reduce in [lambda n, p=p, form=form: form(p, n, alpha, beta) for p in sizes])])
     names = ["data set", "all-reduce", *(f"{p:,} processes" for p in sizes)]
     return "\n".join([*lines, runs.table(names, table, left=2), "",
-                      *of_the_published(), "", "![the fit, the prediction and the published table](model.svg)"])
+                      *published_lines(), "", "![the fit, the prediction and the published table](model.svg)"])
 
 
-def of_the_published():
+def published_lines():
     """The lines on the published table."""
     seconds, alpha, beta = published_model()
     steps = {dataset: f"{published(dataset)[1] * 1e3:.1f} ms ({dataset})" for dataset in PUBLISHED}

@@ -19,6 +19,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
+command -v "${CXX:-g++}" > /dev/null || { echo "Horovod needs a C++ compiler: apt-get install g++" >&2; exit 2; }
 "$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cmake
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script

@@ -13,7 +13,7 @@ from launch import need_horovod, run
 from recipes import ROOT
 
 
-def test_what_an_all_reduce_takes():
+def test_all_reduce_cost():
     assert model.ring(1, 1000, 1, 1) == model.tree(1, 1000, 1, 1) == 0
     assert model.ring(4, 1000, alpha=0, beta=1) == 1500  # 2 (p - 1)/p n
     assert model.ring(4, 1000, alpha=1, beta=0) == 6

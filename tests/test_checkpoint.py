@@ -44,7 +44,7 @@ def same(a, b):
     return a == b
 
 
-def save_for_ever(folder, epoch, said):
+def save_forever(folder, epoch, said):
     """Save as fast as possible, and report each epoch in `said` once it is saved."""
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     while True:
@@ -58,7 +58,7 @@ def test_kill_in_a_loop_that_saves(tmp_path):
     moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
     for _ in range(50):
         before = said.value
-        saver = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, epoch + 1, said))
+        saver = multiprocessing.get_context("fork").Process(target=save_forever, args=(tmp_path, epoch + 1, said))
         saver.start()
         while said.value == before:
             time.sleep(0.001)

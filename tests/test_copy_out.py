@@ -125,7 +125,7 @@ def own_script(folder, recipe):
 
 
 @pytest.mark.parametrize("recipe", STEP)
-def test_a_script_of_ones_own(recipe, tmp_path):
+def test_own_script(recipe, tmp_path):
     """It learns; killed within an epoch and resumed, it ends with the weights of an undisturbed run."""
     if recipe == "hvd.py":
         need_horovod("gloo")
@@ -164,7 +164,7 @@ def test_a_script_of_ones_own(recipe, tmp_path):
     assert "resumed from" in compute(f"{alone} -b 32 --lr 0.02", cwd=tmp_path, **BY_HAND)
 
 
-def test_a_script_of_ones_own_says_what_it_takes(tmp_path):
+def test_own_script_says_what_it_takes(tmp_path):
     """A flag that it leaves out is not in its --help; a scheduler that no run could read back is refused at once."""
     own_script(tmp_path, "ddp_launch.py")
     shown = compute("python train.py --help", cwd=tmp_path)

@@ -112,7 +112,7 @@ def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("workers", [None, 0], ids=["tensors", "a Dataset"])
-def test_a_share_of_nothing_gives_no_batch(workers):
+def test_empty_share(workers):
     """As after a resume at the end of an epoch, or with fewer validation images than ranks."""
     dataset = cifar10.load(arguments())[0] if workers is None else Drawn()
     sampler = EpochSampler(len(dataset), 8, seed=0)

@@ -88,7 +88,7 @@ def load(args):
 """
 
 
-def test_a_recipe_of_ones_own(tmp_path):
+def test_own_recipe(tmp_path):
     (tmp_path / "train.py").write_text(MINE.format(root=str(ROOT)))
     mine = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe train.py"
     output = compute(f"{mine} --data load -b 12", cwd=tmp_path)

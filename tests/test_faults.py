@@ -100,7 +100,7 @@ def test_disk_full_during_a_save(strategy, tmp_path):
     assert not list((tmp_path / "copy").glob(".*")), "no partial file takes up space"
 
 
-def test_disk_full_of_figures(tmp_path):
+def test_disk_full_for_results(tmp_path):
     """TensorBoard and results.json cannot be written: training goes on, and says so."""
     command = f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir checkpoints"
     output = run(on_small_disk(command, tmp_path, "4k", "disk"), cwd=tmp_path)

@@ -413,7 +413,7 @@ def no_class(tree, split):
     (lambda tree: no_class(tree, "val"), ["val"]),
     (lambda tree: [path.unlink() for path in (tree / "train" / "class0").iterdir()], ["train", "class0"]),
 ], ids=["flat", "a class of val", "a class of train", "val", "all classes", "an empty class"])
-def test_tree_that_is_not_one(spoil, says, photos, tmp_path):
+def test_wrong_tree(spoil, says, photos, tmp_path):
     shutil.copytree(photos, tmp_path / "tree")
     spoil(tmp_path / "tree")
     line = refused_here("imagenet/single.py --data-dir tree --arch lenet -b 4", tmp_path)

@@ -70,7 +70,7 @@ ELSEWHERE = {
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
 # Flags appended to a script that is not a recipe; add new scripts here
-BEHIND = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20"}
+EXTRA_FLAGS = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20"}
 
 
 def commands_of(document):
@@ -162,7 +162,7 @@ class Reader:
         elif script == "docs/screenshot.py":
             self.screenshot(command)
         elif script.startswith("benchmarks/"):
-            self.run(f"{command} {BEHIND[script]}")
+            self.run(f"{command} {EXTRA_FLAGS[script]}")
         else:
             self.train(command, program, script)
 

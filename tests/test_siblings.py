@@ -16,11 +16,11 @@ LONGEST_FUNCTION = {"mnist": 42, "cifar10": 42, "imagenet": 48}  # main: it show
 # the most lines in which a recipe may differ from the one it is read beside
 BUDGETS = {"dp.py": 12, "ddp_spawn.py": 45, "ddp_launch.py": 35, "hvd.py": 40, "ddp_amp.py": 15, "apex_amp.py": 15}
 # What is specific to a data set (as a regular expression, and what that stands for); all else is the same.
-OF_A_DATASET = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), batch_size,",
+DATASET_SPECIFIC = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), batch_size,",
                 r"^([-+])\(loss / run\.accumulate\)\.": r"\1loss.", r"loss / run\.accumulate": "loss",
                 r", delay_unscale=not ends_step": "", r", label_smoothing=run\.args\.label_smoothing": ""}
 # What only imagenet has, for --sync-bn, --evaluate, --channels-last and --accumulate: lines with these words.
-ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|enable_allreduce|"
+IMAGENET_ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|enable_allreduce|"
         "backward_passes_per_step")
 
 
@@ -93,9 +93,9 @@ def test_the_diff_is_the_same_for_all_datasets(name):
         different = changes(folder / name, folder / PAIRS[name][0])
         lines = [f"-{line.strip()}" for old, _ in different for line in old]
         lines += [f"+{line.strip()}" for _, new in different for _, line in new]
-        for pattern, stands_for in OF_A_DATASET.items():
+        for pattern, stands_for in DATASET_SPECIFIC.items():
             lines = [re.sub(pattern, stands_for, line) for line in lines]
-        return [line for line in lines if not re.search(ONLY, line, re.IGNORECASE)]
+        return [line for line in lines if not re.search(IMAGENET_ONLY, line, re.IGNORECASE)]
 
     first, *others = (normalised(folder) for folder in DATASETS)
     for other in others:
