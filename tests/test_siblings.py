@@ -20,8 +20,8 @@ DATASET_SPECIFIC = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), 
                 r"^([-+])\(loss / run\.accumulate\)\.": r"\1loss.", r"loss / run\.accumulate": "loss",
                 r", delay_unscale=not ends_step": "", r", label_smoothing=run\.args\.label_smoothing": ""}
 # What only imagenet has, for --sync-bn, --evaluate, --channels-last and --accumulate: lines with these words.
-IMAGENET_ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|enable_allreduce|"
-        "backward_passes_per_step")
+IMAGENET_ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|"
+                 "enable_allreduce|backward_passes_per_step")
 
 
 def pairs():
