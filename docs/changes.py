@@ -23,9 +23,10 @@ PAIRS = {
 HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist/ -->
 # What changes, line by line
 
-All changed lines from one recipe to the next, each with its reason. New lines have their line number; removed lines are
-~~struck out~~. Docstrings and imports are left out. The recipes of CIFAR-10 and ImageNet differ in the same lines;
-ImageNet's have a few more, for their own flags. [strategies.md](strategies.md) says what each strategy does.
+The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons. The number is that
+of the new line; removed lines are ~~struck out~~. Docstrings and imports are left out. In CIFAR-10's and ImageNet's
+recipes the same lines change; in ImageNet's a few more do, for their own flags. [strategies.md](strategies.md) says
+what each strategy does.
 """
 
 

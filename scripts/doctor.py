@@ -7,10 +7,10 @@
     sbatch slurm/ddp_2nodes.sh scripts/doctor.py --data-dir data
     sbatch slurm/hvd_2nodes.sh scripts/doctor.py --data-dir data
 
-Start it in place of a recipe, with the flags of the data set's single.py. The last line is the verdict: "all is well"
-and status 0, or what is wrong and what to do, and status 1 (2 for wrong input). It trains nothing and writes no
-results. With --data-dir it reads the data set as a recipe does, and downloads it if it is missing; without, it uses as
-many blank images. For a recipe of your own, `--recipe ../mine/train.py --data load` uses its flags, and the two
+Start it in place of a recipe, with the flags of the data set's single.py. The line that begins with "doctor" says "all
+is well", with status 0, or what is wrong and what to do, and status 1 (2 for wrong input). It trains nothing and writes
+no results. With --data-dir it reads the data set as a recipe does, and downloads it if it is missing; without, it uses
+as many blank images. For a recipe of your own, `--recipe ../mine/train.py --data load` uses its flags, and the two
 datasets that its load(args) returns; without --data the datasets are not checked. --dataset none needs no recipe.
 """
 
