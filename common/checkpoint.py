@@ -100,7 +100,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
             group["lr"] *= rate["lr"] / saved["rate"]["lr"]  # else, without a schedule, it keeps the old rate
         name = "position"
         return int(saved["epoch"]), int(saved["samples"]), saved["sums"], list(saved["history"])
-    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
         return fail(f"--resume {args.resume}: its {name} does not fit this run ({' '.join(str(error).split())[:200]})")
 
 

@@ -135,7 +135,7 @@ def test_checkpoint_of_another_run(command, says, log, tmp_path):
 
 @pytest.mark.parametrize("part", [
     {"format": checkpoints.FORMAT + 1}, {"format": checkpoints.FORMAT - 1}, {"model": None}, {"model": {}},
-    {"optimizer": None}, {"epoch": None}, {"samples": "many"}, {"history": None}, {"arguments": None},
+    {"optimizer": None}, {"epoch": None}, {"samples": "many"}, {"samples": float("inf")}, {"history": None}, {"arguments": None},
     {"arguments": {}},
 ], ids=str)
 def test_checkpoint_of_another_kind(part, log, tmp_path):

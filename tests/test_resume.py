@@ -16,7 +16,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from common import checkpoint as checkpoints
 
 # One kill where the launcher itself is started, which takes longest
-KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 10, "hvd_gloo": 3, "hvd_mpi": 1}
+KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 5, "hvd_gloo": 3, "hvd_mpi": 1}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
 IMAGES, EPOCHS, STEPS = 2048, 4, 16  # global batches of 128
