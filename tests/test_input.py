@@ -135,8 +135,8 @@ def test_checkpoint_of_another_run(command, says, log, tmp_path):
 
 @pytest.mark.parametrize("part", [
     {"format": checkpoints.FORMAT + 1}, {"format": checkpoints.FORMAT - 1}, {"model": None}, {"model": {}},
-    {"optimizer": None}, {"epoch": None}, {"samples": "many"}, {"samples": float("inf")}, {"history": None}, {"arguments": None},
-    {"arguments": {}},
+    {"optimizer": None}, {"epoch": None}, {"samples": "many"}, {"samples": float("inf")}, {"history": None},
+    {"arguments": None}, {"arguments": {}},
 ], ids=str)
 def test_checkpoint_of_another_kind(part, log, tmp_path):
     line = refused_here(f"mnist/single.py --synthetic 320 --resume {altered(log, **part)}", tmp_path)
