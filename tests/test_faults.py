@@ -53,7 +53,8 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
     """In the second epoch: all ranks end, and the checkpoint of the first epoch is good."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    line = f"        if run.rank == 1 and (run.epoch, run.samples) == (1, 1280):\n            {FAULTS[fault]}\n"
+    samples = 0 if (strategy, fault) == ("ddp_launch", "hangs") else 1280  # the watchdog also sees the first step
+    line = f"        if run.rank == 1 and (run.epoch, run.samples) == (1, {samples}):\n            {FAULTS[fault]}\n"
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
     # Eight seconds, as the import of TensorBoard at the end of the first epoch can take several
     output = fails(f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log --timeout 8", tmp_path,
