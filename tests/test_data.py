@@ -12,6 +12,7 @@ from torchvision import transforms
 from common import cifar10, datasets, flags, models, schedule
 from common.data import DataObject, EpochSampler, ImageTensor
 from common.metrics import Metrics
+from common.run import Run
 
 pytestmark = pytest.mark.check
 
@@ -257,6 +258,20 @@ def test_metrics_are_those_of_all_images_at_once():
     assert average["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=0, abs=1e-12)
     assert average["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
     assert average["images"] == 1001
+
+
+def test_random_state_is_a_function_of_position_and_rank():
+    """For dropout: each step and rank draws anew, and a resumed run draws what the run would have drawn."""
+    def drawn(epoch, samples, rank):
+        run = Run(arguments(), "a test", CPU, {}, 0.1, rank, world_size=2)
+        run.epoch, run.samples = epoch, samples
+        run._seed()
+        return torch.rand(1).item()
+
+    places = [(epoch, samples, rank) for epoch in range(3) for samples in (0, 64, 128) for rank in range(2)]
+    found = [drawn(*place) for place in places]
+    assert len(set(found)) == len(places)
+    assert [drawn(*place) for place in places] == found
 
 
 def test_schedule():

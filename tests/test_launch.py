@@ -99,7 +99,7 @@ def test_underscores_and_scaling(tmp_path):
 def test_tensorboard_has_the_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    compute(f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 2 --log-dir log", cwd=tmp_path)
+    compute(f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 3 --log-dir log", cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "log")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["lr", "perf/images_per_sec", "train/accuracy", "train/loss",
                                                 "val/accuracy", "val/loss"]
@@ -107,7 +107,11 @@ def test_tensorboard_has_the_scalars(tmp_path):
     logged = [event.value for event in events.Scalars("val/loss")]
     assert logged == pytest.approx([epoch["val"]["loss"] for epoch in results["epochs"]])
     assert results["torch"] == torch.__version__
-    assert results["arguments"]["epochs"] == 2
+    assert results["arguments"]["epochs"] == 3
+    accuracies = [epoch["val"]["accuracy"] for epoch in results["epochs"]]
+    assert len(set(accuracies)) > 1
+    best = torch.load(tmp_path / "log" / "best.pt", weights_only=True)
+    assert best["epoch"] == 1 + accuracies.index(max(accuracies))
     assert str(os.cpu_count()) in results["device"]
 
 
