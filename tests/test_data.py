@@ -249,7 +249,7 @@ def test_metrics_are_those_of_all_images_at_once():
     logits, labels = torch.randn(1001, 10, generator=torch.Generator().manual_seed(0)), torch.arange(1001) % 10
     shares = []
     for rank in range(3):
-        shares.append(Metrics(CPU))
+        shares.append(Metrics(CPU, top5=True))
         for index in range(rank, 1001, 3):
             image, label = logits[[index]].double(), labels[[index]]
             shares[-1].update(F.cross_entropy(image, label), image, label)
@@ -257,6 +257,8 @@ def test_metrics_are_those_of_all_images_at_once():
     average = shares[1].average(waited=0)
     assert average["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=0, abs=1e-12)
     assert average["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
+    rank_of_label = (logits > logits.gather(1, labels.unsqueeze(1))).sum(1)
+    assert average["top5"] == (rank_of_label < 5).double().mean().item()
     assert average["images"] == 1001
 
 
