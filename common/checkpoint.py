@@ -93,7 +93,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
         for name, part in [("model", state["model"])] if only_model else state.items():
             if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and saved["rate"] != rate:
-                raise ValueError(f"it was made for {saved['rate']}, and this run has {rate}")  # it counts steps
+                raise ValueError(f"it needs {saved['rate']}, and this run has {rate}")  # it counts steps
             if saved.get(name) or name not in ("scaler", "amp"):  # saved by a recipe without one
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:
@@ -101,7 +101,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
         name = "position"
         return int(saved["epoch"]), int(saved["samples"]), saved["sums"], list(saved["history"])
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:
-        return fail(f"--resume {args.resume}: its {name} does not fit this run ({' '.join(str(error).split())[:200]})")
+        return fail(f"--resume {args.resume} does not fit this run ({name}: {' '.join(str(error).split())[:200]})")
 
 
 def refuse_unreadable(state: dict, args) -> None:

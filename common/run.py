@@ -28,7 +28,7 @@ class Run:
     def __init__(self, args, strategy: str, device: torch.device, state: dict, lr: float, rank: int = 0,
                  world_size: int = 1, all_reduce = lambda tensor: None):
         if world_size == 1 and {os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} != {"1"}:
-            fail("a launcher started several of these, and each would train alone: use ddp_launch.py or hvd.py")
+            fail("a launcher started several of these, and each would train alone: use python (hvd.py: horovodrun)")
         self.args, self.strategy, self.device, self.state = args, strategy, device, state
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
         self.accumulate = getattr(args, "accumulate", 1)  # a flag of imagenet's recipes

@@ -268,7 +268,7 @@ ONE_GOES = ("import os, signal, torch, horovod.torch as hvd", "hvd.init()", "hvd
 # Commands that print the messages in the README's last table
 PRINTS = {
     f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
-    "timeout --signal=INT 4 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],
+    "timeout --signal=INT 10 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],
     "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": ["mpirun has detected an attempt to run as root"],
     "mpirun -np 2 --host localhost:1 true": ["There are not enough slots available"],
     TWO: ["EADDRINUSE", "address already in use"],
