@@ -38,9 +38,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:  # --checkpoint-every, or SIGUSR1
+        if run.save_due:  # --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -58,17 +58,18 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     train_set, val_set = cifar10.load(args)
     device = flags.pick_device(args)
+    schedule.divide_batch(args)  # --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
     val_sampler = range(len(val_set))
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = cifar10.MODELS[args.model](channels=3, size=32).to(device)
+    model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, "one device", device, state, lr)
     run.resume()  # only with --resume; a folder that holds another run is refused

@@ -1,5 +1,6 @@
 """CIFAR-10: its files, its augmentation, and ResNet-18 for images of 32x32."""
 
+import io
 import pickle
 from pathlib import Path
 
@@ -20,10 +21,7 @@ def load(args) -> tuple[ImageTensor, ImageTensor]:
 
     Fails if the files are missing or damaged. Source: A. Krizhevsky, 2009.
     """
-    if args.synthetic:
-        train, val = synthetic(args, 3, 32, MEAN_STD)
-    else:
-        train, val = _read(Path(args.data_dir))
+    train, val = synthetic(args, 3, 32, MEAN_STD) if args.synthetic else _read(Path(args.data_dir))
     return RandomCropFlip(train.images, train.labels, MEAN_STD, args.seed), val
 
 
@@ -34,17 +32,12 @@ def _read(folder):
     download(folder, FILES, lambda to: download_and_extract_archive(CIFAR10.url, to, md5=CIFAR10.tgz_md5))
 
     def read(names):
-        images, labels = zip(*(_read_batch(folder / name) for name in names), strict=True)
-        return torch.cat(images), torch.cat(labels)
+        batches = [_ArraysOnly(io.BytesIO((folder / name).read_bytes()), encoding="latin1").load() for name in names]
+        images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches])
+        return images.view(-1, 3, 32, 32), torch.tensor([label for batch in batches for label in batch["labels"]])
 
     return (checked(folder / names[0], (3, 32, 32), MEAN_STD, lambda names=names: read(names))
             for names in (FILES[:5], FILES[5:]))
-
-
-def _read_batch(path):
-    with open(path, "rb") as file:
-        batch = _ArraysOnly(file, encoding="latin1").load()
-    return torch.from_numpy(batch["data"]).view(-1, 3, 32, 32), torch.tensor(batch["labels"])
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -11,8 +11,8 @@ from common.processes import fail
 class EpochSampler:
     """This rank's share of a permutation of `length` samples, which is a function of seed and epoch.
 
-    The k-th batches of all ranks together are the k-th batch of one process with a batch of `world_size * batch_size`.
-    The samples that do not fill a global batch are left out until the next epoch.
+    The k-th batches of all ranks are together that of one process with a batch of `world_size * batch_size`. Samples
+    that do not fill a global batch are left out until the next epoch.
     """
 
     def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
@@ -37,10 +37,7 @@ class EpochSampler:
 
 
 class ImageTensor(Dataset):
-    """uint8 `images` [N, channels, height, width] and int64 `labels` [N]; a DataObject moves them to the device.
-
-    `mean_std` are the mean and the standard deviation per channel, of images scaled to 0..1.
-    """
+    """uint8 `images` [N, channels, height, width], int64 `labels` [N], (means, stds) of the channels scaled to 0..1."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean_std: tuple):
         self.images, self.labels, self.mean_std = images, labels, mean_std
@@ -60,22 +57,21 @@ class ImageTensor(Dataset):
 class DataObject:
     """Yields batches on `device`: float32 images [batch, channels, height, width] and int64 labels [batch].
 
-    The sampler is an EpochSampler for training, range(rank, N, world_size) for validation. The dataset is an
-    ImageTensor, or any Dataset of (image tensor, label), which `workers` processes read. uint8 images are scaled to
-    0..1 and normalised with the dataset's `mean_std`; float images are used as they are.
+    The sampler is an EpochSampler, or range(rank, N, world_size) for validation. The dataset is an ImageTensor, or any
+    Dataset of (image, label), which `workers` processes read. uint8 images are normalised with its `mean_std`.
     """
 
     def __init__(self, dataset: Dataset, sampler: EpochSampler | range, batch_size: int, device: torch.device,
-                 workers: int = 0, memory_format: torch.memory_format = torch.contiguous_format):
+                 workers: int = 0):
         self.dataset, self.sampler, self.batch_size, self.device = dataset, sampler, batch_size, device
-        self.memory_format, self.waited = memory_format, 0.0  # seconds that the last pass waited for data
+        self.waited = 0.0  # seconds that the last pass waited for data
         if isinstance(dataset, ImageTensor):
             dataset.to(device)
             self.source = dataset
         else:
             from common.loader import Loader  # here, as an ImageTensor does not need it
 
-            self.source = Loader(dataset, getattr(sampler, "seed", 0), workers, pin_memory=device.type == "cuda")
+            self.source = Loader(dataset, getattr(sampler, "seed", 0), workers, pin_memory=device.type != "cpu")
         mean, std = torch.tensor(getattr(dataset, "mean_std", ((0.5,), (0.5,))), device=device).view(2, 1, -1, 1, 1)
         self.scale, self.shift = 1 / (255 * std), -mean / std
 
@@ -91,11 +87,9 @@ class DataObject:
         self.waited, asked = 0.0, time.perf_counter()
         indices, epoch = self.indices(), getattr(self.sampler, "epoch", 0)  # a rank may have none
         for images, labels in self.source.batches(indices, self.batch_size, epoch) if len(indices) else ():
-            uint8 = images.dtype == torch.uint8
-            images = images.to(self.device, torch.float32, non_blocking=True, memory_format=self.memory_format)
-            if uint8:
-                images = images.mul_(self.scale).add_(self.shift)
-            labels = labels.to(self.device, torch.int64, non_blocking=True)
+            images = images.to(self.device, non_blocking=True)  # before it is four bytes per pixel
+            labels = (labels if labels.is_floating_point() else labels.long()).to(self.device, non_blocking=True)
+            images = torch.addcmul(self.shift, images, self.scale) if images.dtype == torch.uint8 else images.float()
             self.waited += time.perf_counter() - asked
             yield images, labels
             asked = time.perf_counter()

@@ -24,13 +24,11 @@ def mnist(args) -> list[ImageTensor]:
     if args.synthetic:
         return synthetic(args, 1, 28, MNIST_MEAN_STD)
     from torchvision import datasets  # here, as generated images do not need it
-    from torchvision.datasets.mnist import read_image_file, read_label_file
-
     folder = Path(args.data_dir)
     download(folder, MNIST_FILES, lambda to: datasets.MNIST(to, download=True))
-    names = [str(folder / name) for name in MNIST_FILES]
-    return [checked(images, (1, 28, 28), MNIST_MEAN_STD, lambda images=images, labels=labels: (
-        read_image_file(images).unsqueeze(1), read_label_file(labels))) for images, labels in (names[:2], names[2:])]
+    return [checked(folder / name, (1, 28, 28), MNIST_MEAN_STD, lambda train=train: (
+        (read := datasets.MNIST(folder, train)).data.unsqueeze(1), read.targets))
+        for train, name in ((True, MNIST_FILES[0]), (False, MNIST_FILES[2]))]
 
 
 def synthetic(args, channels: int, size: int, mean_std: tuple) -> list[ImageTensor]:
@@ -47,10 +45,7 @@ def synthetic(args, channels: int, size: int, mean_std: tuple) -> list[ImageTens
 
 
 def download(folder: Path, files: list[str], fetch) -> None:
-    """Download those of `files` that `folder` lacks; `fetch(to)` downloads all of them to the folder `to`.
-
-    Every process calls it before it joins the process group: one downloads, under a file lock; the others wait for it.
-    """
+    """Let `fetch(to)` download `files` to a folder, unless they are there; one process does, the others wait for it."""
     def missing():
         return [name for name in files if not (folder / name).exists()]
 

@@ -1,8 +1,11 @@
 """The command line of the recipes, in groups: a copied recipe drops those that it does not need."""
 
 import argparse
+import ctypes
 import math
+import os
 import re
+import shutil
 import sys
 
 import torch
@@ -11,7 +14,7 @@ from common.processes import fail
 
 
 class Parser(argparse.ArgumentParser):
-    """Accepts --batch_size for --batch-size, no abbreviations; reports an error in one line; shows `doc` as it is."""
+    """Accepts --batch_size for --batch-size, and reports an error in one line."""
 
     lrs = None  # the default of --lr for each --model
 
@@ -52,18 +55,14 @@ def parser(doc: str, dataset: str) -> Parser:
     p = Parser(doc)
     p.set_defaults(dataset=dataset)
     add = p.add_argument_group("device").add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: the GPU if there is one" + DEFAULT)
-    add("--no-cuda", dest="device", action="store_const", const="cpu", help="the same as --device cpu")
-    add("--timeout", type=COUNT, default=600, metavar="SECONDS",
-        help="end a process that waits longer for a batch, and print its stacks" + DEFAULT)
+    add("--device", default="auto", metavar="NAME", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
+    add("--timeout", type=COUNT, default=600, metavar="SECONDS", help="end a rank that waits longer for data" + DEFAULT)
     add = p.add_argument_group("output").add_argument
-    add("--log-interval", type=COUNT, default=10, metavar="STEPS",
-        help="check the loss, and whether to stop, at least this often" + DEFAULT)
+    add("--log-interval", type=COUNT, default=10, metavar="STEPS", help="check loss and signals this often" + DEFAULT)
     add("--log-dir", metavar="DIR", help="for TensorBoard events and results.json (default: a new folder in runs/)")
     add("--checkpoint-dir", metavar="DIR", help="for last.pt, previous.pt and best.pt (default: --log-dir)")
     add("--checkpoint-every", type=COUNT, metavar="STEPS", help="also save within an epoch, this often")
-    add("--resume", metavar="FILE",
-        help="continue from this checkpoint; auto: from the newest good one, or start if there is none")
+    add("--resume", metavar="FILE", help="the checkpoint to continue from; auto: the newest good one, if there is one")
     add("--profile", action="store_true", help="trace ten steps of rank 0, for https://ui.perfetto.dev")
     add("--dry-run", action="store_true", help="one step of training and of evaluation, without files")
     return p
@@ -73,8 +72,7 @@ def add_data(p: Parser) -> None:
     """The flags of the data sets of this repository."""
     add = p.add_argument_group("data").add_argument
     add("--data-dir", default="data", metavar="DIR", help="folder of the data set, downloaded if missing" + DEFAULT)
-    add("--synthetic", nargs="?", type=COUNT, const=10_000, metavar="IMAGES",
-        help="train on generated images (10000 if no number is given), and validate on a fifth as many")
+    add("--synthetic", nargs="?", type=COUNT, const=10_000, metavar="N", help="N generated images (10000 if not given)")
 
 
 def add_training(p: Parser, lrs: dict, epochs: int, batch_size: int, test_batch_size=1000, model=str):
@@ -84,10 +82,14 @@ def add_training(p: Parser, lrs: dict, epochs: int, batch_size: int, test_batch_
     add("-a", "--model", "--arch", type=model, choices=lrs, default=names[0], metavar="NAME", help=", ".join(names))
     add("--epochs", type=COUNT, default=epochs, metavar="N", help="passes over the data" + DEFAULT)
     add("-b", "--batch-size", type=COUNT, default=batch_size, metavar="N", help="images per process" + DEFAULT)
+    add("-G", "--global-batch-size", type=COUNT, metavar="N",
+        help="images per step, which the processes share; replaces --batch-size, and --lr is then for this batch")
     add("--test-batch-size", type=COUNT, default=test_batch_size, metavar="N", help="in evaluation" + DEFAULT)
     add("--lr", type=POSITIVE, help=f"learning rate of one process (default: {few}{', ...' * (len(lrs) > 4)})")
     add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear",
         help="multiply --lr by the number of processes, its square root, or 1" + DEFAULT)
+    add("--channels-last", action="store_true", help="NHWC images and weights, which tensor cores are made for")
+    add("--compile", action="store_true", help="torch.compile the model, on CUDA with CUDA graphs if it is small")
     add("--seed", type=number(int, 0, high=2**32 - 1), default=0, help="for weights, data and dropout" + DEFAULT)
 
 
@@ -101,9 +103,28 @@ def add_sgd(p: Parser, weight_decay: float, warmup_epochs: float = 1) -> None:
 
 def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """The torch.device for process `local_rank` of `local_world_size` on this machine; fails with too few GPUs."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.device == "cpu" or (args.device == "auto" and gpus == 0):
-        return torch.device("cpu")
-    if gpus < local_world_size:
-        fail(f"{local_world_size} processes need a GPU each, but torch sees {gpus}: start fewer, or use --device cpu")
-    return torch.device("cuda", local_rank)
+    found = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+    name = found if args.device == "auto" else args.device
+    if name == "cpu":
+        return torch.device("cpu", 0)
+    count = torch.accelerator.device_count() if name == found else 0
+    if count < local_world_size:
+        fail(f"torch sees {count} {name} devices for {local_world_size} processes: start fewer, or use --device cpu")
+    return torch.device(name, local_rank)
+
+
+def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Module:
+    """Move `model` to `device`, and set what makes it fast there: --channels-last, --compile, cuDNN's search, TF32."""
+    torch.backends.cudnn.benchmark = True  # tries the algorithms for each convolution once, and keeps the fastest
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # high: TF32, as in convolutions
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # keep freed memory: page faults in each step would fetch it again
+    if args.channels_last:
+        model.to(memory_format=torch.channels_last)
+        model.register_forward_pre_hook(lambda _, images: images[0].contiguous(memory_format=torch.channels_last))
+    if args.compile:
+        if not shutil.which(os.environ.get("CXX", "g++")):
+            fail("--compile needs a C++ compiler: apt-get install g++, or set CXX")
+        small = sum(p.numel() for p in model.parameters()) < 2e7  # a GPU would wait for Python: CUDA graphs
+        model.compile(mode="reduce-overhead" if small else "default")  # in place: a checkpoint keeps its names
+    return model.to(device)

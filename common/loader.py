@@ -1,12 +1,15 @@
 """Any torch Dataset, through a DataLoader in which random augmentation is a function of seed, epoch and index."""
 
+import os
 import random
+import signal
+import threading
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common.processes import die_with_parent, fail
+from common.processes import die_with_parent
 
 
 class Seeded(Dataset):
@@ -28,17 +31,13 @@ class Seeded(Dataset):
 
 
 class Loader:
-    """Batches of `dataset`, read by `workers` processes, or by this one if there are none.
-
-    Fails if a sample is not (image tensor of uint8 or float, label as an int).
-    """
+    """Batches of `dataset`, of (image tensor of uint8 or float, int), read by `workers` processes or by this one."""
 
     def __init__(self, dataset: Dataset, seed: int, workers: int, pin_memory: bool):
         self.length, self.keys = len(dataset), []  # the keys of each batch of a pass
         seeded = Seeded(dataset, seed)
-        check_sample(type(dataset).__name__, seeded[0])
         self.loader = DataLoader(seeded, batch_sampler=self.keys, num_workers=workers, persistent_workers=workers > 0,
-                                 pin_memory=pin_memory, worker_init_fn=die_with_parent, generator=torch.Generator(),
+                                 pin_memory=pin_memory, worker_init_fn=begin_worker, generator=torch.Generator(),
                                  multiprocessing_context="fork" if workers else None)  # also under mp.spawn
         # Start the workers now, by an empty pass. Training starts threads (Gloo, autograd), and in CPython 3.11 a fork
         # can deadlock while one creates or deletes its Python state: 1 fork in 400, on two busy cores.
@@ -50,9 +49,13 @@ class Loader:
         return iter(self.loader)
 
 
-def check_sample(name: str, sample: tuple) -> None:
-    image, label = sample if isinstance(sample, tuple | list) and len(sample) == 2 else (sample, None)
-    if not isinstance(image, torch.Tensor) or not (image.dtype == torch.uint8 or image.is_floating_point()) or not (
-            isinstance(label, int | np.integer) or (isinstance(label, torch.Tensor) and label.dtype == torch.int64)):
-        kinds = ", ".join(str(getattr(part, "dtype", type(part).__name__)) for part in (image, label))
-        fail(f"{name} returns ({kinds}), but a DataObject needs (image tensor of uint8 or float, label as an int)")
+def begin_worker(_) -> None:
+    """Let SIGTERM end a worker only if its rank sent it: SLURM sends it to all processes, and the rank needs data."""
+    def wait():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait, daemon=True).start()

@@ -6,19 +6,21 @@ import torch
 
 
 class Metrics:
-    """float64 `sums` [4] of a pass: loss, correct, images, correct in the top 5; `before`: the sums before a resume."""
+    """`sums` [4] of a pass: loss, correct, images, correct in the top 5; `before`: the sums before a resume."""
 
     def __init__(self, device: torch.device, before: list[float] | None = None, top5: bool = False):
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        self.sums = torch.zeros(4, dtype=wide, device=device)
+        self.loss, self.correct, self.images, self.correct5 = self.sums.unbind()  # views
         self.before, self.top5, self.start = before or [0.0] * 4, top5, time.perf_counter()
 
     def update(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         """Add a batch: its mean `loss` [], its `logits` [batch, classes] and its `labels` [batch]."""
-        self.sums[0] += loss.detach().double() * len(labels)
-        self.sums[1] += (logits.argmax(dim=1) == labels).sum()
-        self.sums[2] += len(labels)
+        self.loss.add_(loss.detach(), alpha=len(labels))
+        self.correct.add_((logits.argmax(dim=1) == labels).sum())
+        self.images.add_(len(labels))
         if self.top5:
-            self.sums[3] += (logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum()
+            self.correct5.add_((logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum())
 
     def average(self, waited: float) -> dict:
         """A dict: loss (nats), accuracy, top5 (0..1), images, speed; `sums` are of all ranks, `waited` in seconds."""

@@ -9,8 +9,7 @@ class ConvNet(nn.Sequential):
         super().__init__(
             nn.Conv2d(channels, 16, kernel_size=5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, kernel_size=5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(32 * (size // 4) ** 2, classes),
-        )
+            nn.Flatten(), nn.Linear(32 * (size // 4) ** 2, classes))
 
 
 class LeNet(nn.Sequential):
@@ -19,8 +18,7 @@ class LeNet(nn.Sequential):
         super().__init__(
             nn.Conv2d(channels, 6, kernel_size=5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(6, 16, kernel_size=5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(16 * (size // 4 - 2) ** 2, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
-        )
+            nn.Linear(16 * (size // 4 - 2) ** 2, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes))
 
 
 MODELS = {"convnet": ConvNet, "lenet": LeNet}

@@ -95,7 +95,7 @@ class Output:
         self.writer.flush()
 
     def _write_results(self):
-        results = {"strategy": self.run.strategy, "world_size": self.run.world_size, "arguments": vars(self.args),
+        results = {"strategy": self.run.strategy, "world_size": self.run.world_size, "arguments": self.run.arguments,
                    "command": sys.argv, "torch": torch.__version__, "device": self.device,
                    "threads": torch.get_num_threads(), "epochs": self.run.history}
         write(self.log_dir / "results.json", (json.dumps(results, indent=2) + "\n").encode())

@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -13,14 +14,15 @@ import torch
 import torch.multiprocessing as mp
 
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # torchrun, horovodrun, mpirun, srun
-stop_requested = threading.Event()  # set by SIGUSR1, which a scheduler sends before it stops the job
+stop_requested = threading.Event()  # set by SIGTERM or SIGUSR1, which schedulers and launchers send to stop a job
+sigterms = []  # when each SIGTERM came
 
 
 def fail(message: str, status: int = 2):
     """Print one line that says what is wrong and what to do, and exit; status 2 means wrong input."""
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
-    if rank:  # usually the input is wrong on all ranks: rank 0 prints first, and its launcher then ends the others
-        time.sleep(3)
+    if rank and stop_requested.wait(3):  # usually all ranks fail: rank 0 prints first, and its launcher ends the others
+        os._exit(status)
     print(f"{os.path.basename(sys.argv[0])}: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     if rank is None:
         sys.exit(status)
@@ -28,12 +30,22 @@ def fail(message: str, status: int = 2):
 
 
 def install_signal_handlers() -> None:
-    """Ctrl-C ends this process at once, SIGUSR1 makes the run save and stop, SIGUSR2 prints the stacks."""
+    """Ctrl-C ends this process at once, SIGTERM and SIGUSR1 make the run save and stop, SIGUSR2 prints the stacks."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would wait for the current collective
-    signal.signal(signal.SIGUSR1, lambda *_: stop_requested.set())
-    signal.siginterrupt(signal.SIGUSR1, False)  # restart interrupted system calls: libraries may not expect the signal
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, request_stop)
+        signal.siginterrupt(number, False)  # restart interrupted system calls: libraries may not expect the signal
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+
+
+def request_stop(number, _) -> None:
+    """Stop after this step. A second SIGTERM ends the process, but not within 2 s: launchers repeat the first."""
+    stop_requested.set()
+    if number == signal.SIGTERM:
+        sigterms.append(time.monotonic())
+        if sigterms[-1] > sigterms[0] + 2:
+            os._exit(128 + number)
 
 
 def die_with_parent(*_) -> None:
@@ -42,6 +54,26 @@ def die_with_parent(*_) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if (parent := mp.parent_process()) and parent.pid != os.getppid():  # the parent died before prctl
             os._exit(1)
+
+
+def arm_watchdog(run) -> None:
+    """End this process, with its stacks, unless called again within --timeout; shortly before, write_collectives."""
+    faulthandler.dump_traceback_later(run.args.timeout, exit=True, file=sys.__stderr__)
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:
+        if run.recorder:
+            run.recorder.cancel()
+        run.recorder = threading.Timer(0.9 * run.args.timeout, write_collectives, [run])
+        run.recorder.daemon = True
+        run.recorder.start()
+
+
+def write_collectives(run) -> None:
+    """Write the collectives that DDP made last (torch's flight recorder), for torchfrtrace; Gloo's pg_config is bad."""
+    backend = "gloo" if run.device.type == "cpu" else "nccl"
+    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(backend=backend))
+    trace["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(run.world_size)])}}
+    with open(os.path.join(run.args.log_dir or ".", f"collectives-{run.rank}"), "wb") as file:
+        pickle.dump(trace, file)
 
 
 def torchrun_env() -> tuple[int, int]:
@@ -58,13 +90,14 @@ def share_cores(local_world_size: int) -> None:
 
 
 def join(context: mp.ProcessContext) -> None:
-    """Wait for the processes of mp.spawn(..., join=False), forward SIGUSR1, exit with the status of one that failed."""
+    """Wait for the processes of mp.spawn(..., join=False), forward signals, exit with the status of one that failed."""
     def pass_on(number, _):
         for pid in [process.pid for process in context.processes if process.is_alive()]:
             os.kill(pid, number)
 
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # else it logs each process that it ends
     signal.signal(signal.SIGUSR1, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
         while not context.join():

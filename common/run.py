@@ -1,10 +1,10 @@
 """A training run: its position, and how it resumes, saves and stops."""
 
-import faulthandler
+import atexit
 import itertools
+import json
 import math
 import os
-import sys
 import threading
 import time
 
@@ -20,9 +20,8 @@ class Run:
     """A run and its position: (epoch, samples of that epoch already used, over all ranks).
 
     Data order, augmentation, learning rate and random state are functions of seed and position. A checkpoint therefore
-    holds the position and `state`, a dict of objects with a state_dict ("model", "optimizer", ...), but no ranks.
-    Every rank calls `resume`, `step` and `end_epoch`; only rank 0 calls `log` and `save`. `lr` is the scaled learning
-    rate, and `all_reduce` sums a tensor over all ranks in place.
+    holds the position and `state`, a dict of objects with a state_dict, but no ranks. All ranks call `resume`, `step`
+    and `end_epoch`; rank 0 `log` and `save`. `lr` is scaled; `all_reduce` sums a tensor over all ranks in place.
     """
 
     def __init__(self, args, strategy: str, device: torch.device, state: dict, lr: float, rank: int = 0,
@@ -34,17 +33,18 @@ class Run:
         self.accumulate = getattr(args, "accumulate", 1)  # a flag of imagenet's recipes
         self.global_batch = args.batch_size * self.accumulate * world_size
         self.rate = {"global_batch": self.global_batch, "lr": lr, "epochs": args.epochs}
+        self.arguments = json.loads(json.dumps(vars(args), default=str))  # a flag's type can be anything
         self.epoch, self.samples, self.steps = 0, 0, 0  # the position; the steps of this process
         self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: the metrics so far
         self.output = Output(self) if rank == 0 else None
+        self.recorder = None  # a threading.Timer, see processes.arm_watchdog
 
     def resume(self) -> None:
         """Load the checkpoint that --resume names, create the output folders, and print the setup."""
         args, path, saved, damaged = self.args, None, {}, []
-        checkpoint.refuse_unreadable(self.state, args)
         if args.resume:
             path, saved, fingerprint, damaged = checkpoint.find(args.resume, args.checkpoint_dir or args.log_dir)
-            total = torch.tensor([fingerprint], dtype=torch.float64, device=self.device)
+            total = torch.tensor([fingerprint], device=self.device)
             self.all_reduce(total)
             if total.item() != fingerprint * self.world_size:
                 fail(f"--resume {args.resume}: the ranks do not see the same file: all machines must share the folder")
@@ -60,8 +60,8 @@ class Run:
         """Set the random state of this rank, which dropout uses, from seed and position."""
         seed = hash((self.args.seed, self.epoch, self.samples, self.rank))
         torch.default_generator.manual_seed(seed)  # 1 us; torch.manual_seed takes 200 us
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def progress(self, data):
         """Yield the batches of `data`, under the watchdog (--timeout); on a terminal, rank 0 shows a progress bar."""
@@ -70,33 +70,36 @@ class Run:
         batches = itertools.islice(data, self.accumulate if self.args.dry_run else None)
         self.bar = tqdm(batches, total=len(data), unit="batch", leave=False, disable=None if self.output else True)
         timeout, armed = self.args.timeout, time.monotonic()
-        faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
-        for batch in self.bar:
+        processes.arm_watchdog(self)
+        for number, batch in enumerate(self.bar, 1):
+            self.last_batch = number == len(data)
             yield batch
             if time.monotonic() - armed > timeout / 100:  # not each time: it starts a thread, which takes up to 0.5 ms
-                faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
+                processes.arm_watchdog(self)
                 armed = time.monotonic()
 
     def step(self, metrics) -> None:
-        """Advance the position by one global batch; every --log-interval steps all ranks agree on whether to stop.
+        """Advance the position by one global batch; every --log-interval steps, all-reduce the sums and a stop flag.
 
-        Sets `stopping` on all ranks once one has received SIGUSR1, and `save_due` when the recipe has to save: every
-        --checkpoint-every steps, and before it stops. They agree by an all-reduce of the metrics' sums and a flag.
+        Sets `save_due` every --checkpoint-every steps and after the last, and also `stopping` once a rank was told to.
         """
         self.samples, self.steps = self.samples + self.global_batch, self.steps + 1
         self._seed()
-        self.save_due = self.samples // self.global_batch % (self.args.checkpoint_every or math.inf) == 0
+        self.save_due = self.last_batch or not self.samples // self.global_batch % (self.args.checkpoint_every or 1e9)
         if self.output and self.output.profiler:
             self.output.profiler.step()
         if self.steps % self.args.log_interval and not self.save_due:
             return
-        total = torch.cat((metrics.sums, metrics.sums.new_tensor([processes.stop_requested.is_set()])))
+        total = torch.cat((metrics.sums, metrics.sums.new_full((1,), processes.stop_requested.is_set())))
         self.all_reduce(total)
-        *sums, stop = total.tolist()
+        *sums, stop = total.tolist()  # the only line of a step at which Python waits for the GPU
         self.sums = [a + b for a, b in zip(sums, metrics.before, strict=True)]
         self._check_finite(self.sums[0])
         self.stopping = stop > 0
         self.save_due |= self.stopping
+        told, restarts = processes.stop_requested.is_set(), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        if self.stopping and restarts and not told:  # torchrun starts again, without the node that was told
+            atexit.register(os._exit, 1)
         self.bar.set_postfix(loss=f"{self.sums[0] / self.sums[2]:.4f}", refresh=False)
 
     def _check_finite(self, loss):
@@ -118,16 +121,16 @@ class Run:
 
     def save(self) -> None:
         """Save last.pt, and also best.pt after the epoch with the highest validation accuracy so far."""
-        if self.args.dry_run:
+        if not self.output.writes:
             return
         accuracies, folder = [epoch["val"]["accuracy"] for epoch in self.history], self.output.checkpoint_dir
         content = {name: part.state_dict() for name, part in self.state.items()} | {
             "epoch": self.epoch, "samples": self.samples, "sums": self.sums, "history": self.history, "rate": self.rate,
-            "arguments": vars(self.args), "saved_by": f"{self.strategy}, world size {self.world_size}"}
+            "arguments": self.arguments, "saved_by": f"{self.strategy}, world size {self.world_size}"}
         try:
             checkpoint.save(folder, content, self.samples == 0 and accuracies[-1] > max(accuracies[:-1], default=-1))
         except OSError as error:
             fail(f"cannot save in {folder} ({error.strerror}); --resume auto uses the previous checkpoint", status=1)
         if self.stopping:
-            print(f"stopped by SIGUSR1 at epoch {self.epoch + 1}, sample {self.samples}: continue with --resume "
+            print(f"stopped after a signal at epoch {self.epoch + 1}, sample {self.samples}: continue with --resume "
                   f"{folder / 'last.pt'}", flush=True)

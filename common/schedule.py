@@ -2,10 +2,22 @@
 
 import math
 
+from common.processes import fail
+
+
+def divide_batch(args, world_size: int = 1) -> None:
+    """Set args.batch_size, the images of one process and pass, if --global-batch-size is given."""
+    if args.global_batch_size:
+        parts = world_size * getattr(args, "accumulate", 1)
+        if args.global_batch_size % parts:
+            fail(f"--global-batch-size {args.global_batch_size}: take a multiple of {parts} (processes x --accumulate)")
+        args.batch_size = args.global_batch_size // parts
+
 
 def lr_factor(args, world_size: int) -> float:
     """The factor for --lr with `world_size` times the batch (Goyal et al. 2017, arXiv:1706.02677)."""
-    return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[args.scale_lr]
+    scaling = "none" if args.global_batch_size else args.scale_lr
+    return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[scaling]
 
 
 def warmup_cosine(args, lr: float, epochs_done: float) -> float:

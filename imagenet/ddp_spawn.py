@@ -4,7 +4,8 @@
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python imagenet/ddp_spawn.py -n 2 -g 1 -nr 0
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python imagenet/ddp_spawn.py -n 2 -g 1 -nr 1
 
-The last two make one run: start one on each of two machines, with the address of the first.
+The last two make one run: start one on each of two machines, with the address of the first. On one machine each would
+take GPU 0: set CUDA_VISIBLE_DEVICES.
 """
 
 import gc
@@ -35,7 +36,7 @@ def parse_args():
     networks.add_flags(parser)
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
     parser.add_argument("-n", "--nodes", type=flags.COUNT, default=1, help="machines")  # dist: for the world size
-    parser.add_argument("-g", "--gpus", type=flags.COUNT, default=max(1, torch.cuda.device_count()),
+    parser.add_argument("-g", "--gpus", type=flags.COUNT, default=max(1, torch.accelerator.device_count()),
                         help="processes on each machine, one per GPU")  # dist: on a CPU, any number
     parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: rank
     return parser.parse_args()
@@ -59,9 +60,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         optimizer.zero_grad()
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
+        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -84,35 +85,33 @@ def evaluate(model, val, run):
 def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its number
     rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: init_process_group reads them
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: one device per process
     processes.share_cores(args.gpus)  # dist: else each process starts a thread per core
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
-    else:
-        dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
+    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
+    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers, memory_format)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers, memory_format)
+    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
     torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes).to(memory_format=memory_format)
+    model = networks.build(args, device, train_set.classes)
     if args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # dist: statistics of the global batch
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
+    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, "DDP, mp.spawn", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
-    model = DistributedDataParallel(model)  # dist: broadcasts rank 0's weights; averages gradients in backward
-    model.broadcast_buffers = False  # dist: evaluate() does it; no need in every forward
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # dist: averages gradients in backward
+    model.broadcast_buffers = False  # dist: not in every forward: the wrapper has sent them once, evaluate() does again
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)

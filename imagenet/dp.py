@@ -48,9 +48,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         optimizer.zero_grad()
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:  # --checkpoint-every, or SIGUSR1
+        if run.save_due:  # --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -68,20 +68,20 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     train_set, val_set = jpegs.imagenet(args)
     device = flags.pick_device(args)
+    schedule.divide_batch(args)  # --global-batch-size
     batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed)
     val_sampler = range(len(val_set))
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers, memory_format)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers, memory_format)
+    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
     torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes).to(memory_format=memory_format)
+    model = networks.build(args, device, train_set.classes)
     lr = args.lr
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, momentum=args.momentum)
-    gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []  # dist: all visible ones take part
+    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
+    gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []  # dist: all take part
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
     run.resume()  # only with --resume; a folder that holds another run is refused

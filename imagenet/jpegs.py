@@ -29,7 +29,7 @@ def add_flags(p):
     """Add the flags of the data to the parser `p`."""
     flags.add_data(p)
     add = p.add_argument_group("images").add_argument
-    cores = len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())
+    cores = len(os.sched_getaffinity(0)) // max(1, torch.accelerator.device_count())
     add("-j", "--workers", type=flags.number(int, 0), default=max(1, cores), metavar="N",
         help="loader processes per training process (default: the cores per GPU)")
     add("--loader", choices=LOADERS, default="pillow",

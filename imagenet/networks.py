@@ -36,8 +36,6 @@ def add_flags(p):
         help="share of the target that is spread over all classes (default: %(default)s)")
     add("--accumulate", type=flags.COUNT, default=1, metavar="N",
         help="batches per step: -b 64 --accumulate 4 trains like -b 256, in less memory (default: %(default)s)")
-    add("--channels-last", action="store_true", help="store images and weights as NHWC, for tensor cores")
-    add("--compile", action="store_true", help="torch.compile the model")
     add("--evaluate", action="store_true", help="only evaluate the checkpoint that --resume names")
 
 
@@ -51,9 +49,7 @@ def build(args, device, classes):
         model = SMALL[args.model](3, args.image_size, classes)
     else:
         model = _torchvision_model(args.model, args.image_size, classes)
-    if args.compile:
-        model.compile()  # in place: the names in a checkpoint stay the same
-    return model.to(device)
+    return flags.to_device(model, args, device)
 
 
 def _torchvision_model(name, size, classes):

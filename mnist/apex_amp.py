@@ -50,9 +50,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
+        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -74,27 +74,26 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = datasets.mnist(args)
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu":
         processes.fail("Apex needs a GPU, and torch sees none: use ddp_amp.py")  # amp: Apex refuses CPU tensors
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: first, or every rank opens a context on GPU 0
-        dist.init_process_group("nccl", device_id=device)  # dist: else NCCL guesses the GPU
-    else:
-        dist.init_process_group("gloo")  # dist: returns when all ranks have met at MASTER_ADDR:MASTER_PORT
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
+    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
+    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = models.MODELS[args.model](channels=1, size=28).to(device)
+    model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: so that a resumed run keeps the scale
     strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision

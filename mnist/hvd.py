@@ -46,9 +46,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and hvd.rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or SIGUSR1
+        if run.save_due and hvd.rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -69,36 +69,38 @@ def evaluate(model, val, run):
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGUSR1 saves, then stops all ranks
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = datasets.mnist(args)
     hvd.init()  # dist: joins the processes that horovodrun or mpirun started
     rank, world_size = hvd.rank(), hvd.size()  # dist: over all machines
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: one device per process
     processes.share_cores(hvd.local_size())  # dist: else each process starts a thread per core
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # dist: else every rank computes on GPU 0
-    averaged = hvd.local_size() if device.type == "cuda" and hvd.nccl_built() else 1  # dist: NCCL averages per node
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # dist: else every rank computes on GPU 0
+    if device.type != "cpu" and not hvd.nccl_built():  # dist: else it fails in the first step
+        processes.fail("Horovod was built without NCCL: run scripts/install_horovod.sh again, or use --device cpu")
+    averaged = hvd.local_size() if device.type != "cpu" else 1  # dist: with Adasum, NCCL averages on each machine
     if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: a power of 2
         processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
+    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
     val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = models.MODELS[args.model](channels=1, size=28).to(device)
+    model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
+    model.to(memory_format=torch.contiguous_format)  # dist: Horovod sends only NCHW, --channels-last or not
     lr = args.lr * schedule.lr_factor(args, averaged if args.use_adasum else world_size)  # dist: larger batch
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     optimizer = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)  # dist: averages gradients
     state = {"model": model, "optimizer": optimizer}
-    strategy = f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}"  # dist: the backend on a CPU
-    run = Run(args, strategy, device, state, lr, rank, world_size,
+    run = Run(args, f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}", device, state, lr, rank, world_size,
               lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: rank 0's weights. Not broadcast_optimizer_state:
-    # with a new SGD it takes a real step, in which weight decay changes the weights. All ranks loaded the same momentum
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: not broadcast_optimizer_state, which takes a step
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
