@@ -17,13 +17,16 @@ datasets that its load(args) returns; without --data the datasets are not checke
 import argparse
 import faulthandler
 import functools
+import itertools
 import json
 import operator
 import os
 import runpy
+import signal
 import socket
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -38,6 +41,7 @@ from common.processes import fail
 DATA = {"mnist": ("datasets.mnist", 60_000), "cifar10": ("cifar10.load", 50_000),  # the images are for training
         "imagenet": ("jpegs.imagenet", 1_281_167)}
 SMALL, LARGE = 4, 2**24  # bytes to reduce
+SLOW = 1.25  # times the median: a rank for which all others wait
 STARTED = {  # the variable with the number of processes: its launcher, and what to do if each of them runs alone
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "scripts/install_horovod.sh builds Horovod with the installed MPI"),
     "SLURM_STEP_NUM_TASKS": ("srun", "Horovod needs srun --mpi=pmix, and DDP one torchrun per node: see slurm/"),
@@ -122,6 +126,39 @@ def faults_of(ranks):
                      for rank, place in enumerate(places) if places.index(place) != rank][:1]
 
 
+def seconds_of_work(group, dataset):
+    """{kind: seconds of a piece of work without communication}: the shortest of three means over 0.2 s."""
+    matrix, block = torch.rand(512, 512, device=group.device), torch.rand(2**22, device=group.device)
+    pieces = {"arithmetic": lambda: (matrix @ matrix).sum().item(), "memory": lambda: block.clone()[-1].item()}
+    if dataset:
+        images = DataObject(dataset, range(group.rank, len(dataset), group.world_size), 100, group.device)
+        batches = itertools.chain.from_iterable(itertools.repeat(images))
+        pieces["reading data"] = lambda: next(batches)
+
+    def mean(piece):
+        began, count = time.perf_counter(), 0
+        while (passed := time.perf_counter() - began) < 0.2:
+            piece()
+            count += 1
+        return passed / count
+
+    found = {}
+    for name, piece in pieces.items():
+        group.barrier()  # all at the same time, as in training
+        found[name] = min(mean(piece) for _ in range(3))
+    return found
+
+
+def slow_ranks(ranks, seconds):
+    """Yield a warning for each rank that takes longer than the others for its `seconds` of each kind of work."""
+    for name in seconds[0]:
+        middle = statistics.median(each[name] for each in seconds)
+        for number, each in enumerate(seconds):
+            if each[name] > SLOW * middle:
+                yield (f"rank {number} on {ranks[number]['host']} takes {each[name] / middle:.2f} times the median for "
+                       f"{name}, and all others wait for it: look for other programs, limits of power or of the cgroup")
+
+
 def warnings_of(ranks):
     """Yield what makes a host slow."""
     for host in sorted({rank["host"] for rank in ranks}):
@@ -159,6 +196,7 @@ def faults_of_data(group, args, train_set, val_set):
 def main():
     args, load = parse_args()
     processes.install_signal_handlers()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
     processes.die_with_parent()
     datasets = load and load(args)  # before the group exists, as a download can take long
 
@@ -175,6 +213,8 @@ def main():
 
     say()
     group = allreduce.join(functools.partial(flags.pick_device, args))
+    if hasattr(args, "global_batch_size"):
+        schedule.divide_batch(args, group.world_size)
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
         if not allreduce.sum_is_right(group, size):  # decided alone: no collective can be trusted
@@ -199,7 +239,9 @@ def main():
     if hasattr(args, "lr"):
         say(f"learning rate {args.lr * schedule.lr_factor(args, group.world_size):g} (--lr {args.lr:g} --scale-lr "
             f"{args.scale_lr})")
-    for warning in (warnings := list(warnings_of(ranks))):
+    work = group.gather_text(json.dumps(seconds_of_work(group, datasets and load is not blank and datasets[0])))
+    warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
+    for warning in warnings:
         say(f"warning: {warning}")
     hosts = len({rank["host"] for rank in ranks})
     say(f"doctor: all is well{' but for the warnings' if warnings else ''}: world size {group.world_size} on {hosts} "

@@ -24,17 +24,20 @@ host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))  # below 32768: Linux assigns higher ports to outgoing connections
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted group can read addresses of dead ranks
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 # In a container: srun ... --container-image=..., or apptainer exec --nv IMAGE torchrun ...
 
-# USR1 (the warning) and USR2 (print the stacks) are for torchrun's processes. torchrun has to ignore both, or they kill
-# it. With RESTARTS=2 sbatch ... it starts its processes again, from the last checkpoint, when one of them dies.
+# USR1 (the warning), TERM (preempted) and USR2 (print the stacks) are for torchrun's processes. torchrun has to ignore
+# them: USR1 and USR2 kill it, and after TERM it ends with status 1, whatever its processes do.
+# With RESTARTS=2 sbatch ... it starts its processes again, from the last checkpoint, when one of them dies.
 # is_host: else torchrun guesses from host names which node hosts the rendezvous, but a node can have several names
 # (pytorch issue 73656). If the nodes do not reach each other by name, add --local-addr=ADDRESS of each node itself.
 # shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'trap "" USR1 USR2; exec torchrun --rdzv-conf="is_host=$((SLURM_NODEID == 0))" "$@"' \
+    bash -c 'trap "" USR1 USR2 TERM; exec torchrun --signals-to-handle=SIGINT \
+        --rdzv-conf="is_host=$((SLURM_NODEID == 0))" "$@"' \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts="${RESTARTS:-0}" \
     "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

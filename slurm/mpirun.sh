@@ -1,20 +1,32 @@
 #!/usr/bin/env bash
-# Horovod on hosts that ssh reaches without a password, started by Open MPI's mpirun; for machines without SLURM.
+# Horovod, or DDP, on hosts that ssh reaches without a password, started by Open MPI's mpirun; for machines without SLURM.
 #
 #     slurm/mpirun.sh HOSTFILE
 #     slurm/mpirun.sh HOSTFILE cifar10/hvd.py --epochs 10
+#     slurm/mpirun.sh HOSTFILE cifar10/ddp_launch.py --epochs 10
 #
-# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4
+# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4. The first has rank 0.
 # Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
 [ -r "${1:-}" ] || { echo "mpirun.sh: give a file with a line for each host: node1 slots=4" >&2; exit 2; }
 
+recipe=${2:-cifar10/hvd.py}
+start=("$(command -v python)")
+if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each process, from Open MPI's variables
+    MASTER_ADDR=$(awk '/^[^#]/ { print $1; exit }' "$1")
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+    # shellcheck disable=SC2016  # the bash of each process expands them
+    who='RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
+        LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE'
+    start=(bash -c "export ${who//$'\n'/ }; exec \"\$@\"" bash "${start[@]}")
+fi
 handed_on=()  # -x passes a variable to the other hosts; mpirun warns if it is not set
-for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do
+for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_.*|(NCCL|HOROVOD|GLOO|TORCH)_.*)$'); do
     handed_on+=(-x "$name")
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
-# Without GPUs: export OMPI_MCA_mpi_yield_when_idle=1, so that a waiting process frees its core.
+# mpi_yield_when_idle: a process that waits frees its core. Otherwise it polls, and another process waits for the core.
+# odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
-exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib "${handed_on[@]}" \
-    "$(command -v python)" "${2:-cifar10/hvd.py}" "${@:3}"
+exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib -mca mpi_yield_when_idle 1 \
+    -mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

@@ -1,28 +1,36 @@
 #!/usr/bin/env bash
-# Run the command of a batch script, and queue the job again if its time ends before the training does:
+# Run the command of a batch script, and queue the job again if it is stopped before the training ends:
 #
 #     #SBATCH --requeue --signal=B:USR1@60
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
 # SLURM sends USR1 to the batch script 60 to 90 seconds before the time limit. This script passes it on to the command;
 # all ranks finish their step, the run is saved and ends with status 0. Then the job is queued again with the same
-# job ID, at most MAX_REQUEUES times (10), and continues from the checkpoint.
+# job ID, and continues from the checkpoint, unless it was queued again MAX_REQUEUES times (10), for whatever reason.
+# When a job is preempted, SLURM sends TERM to all its processes but the batch script's. It queues again only a job
+# that it had to kill after the GraceTime; one that ends before is queued again here.
 set -euo pipefail
 
+job=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
 "$@" &
 command=$!
 warned=
-trap 'trap "" USR1; warned=yes; kill -USR1 $command' USR1  # ignore further ones
+trap 'trap "" USR1; warned=yes; kill -USR1 $command 2> /dev/null || true' USR1  # ignore further ones
+trap 'kill $command 2> /dev/null || true' TERM  # the end of the GraceTime, or somebody by hand
+while kill -0 $command 2> /dev/null; do
+    wait $command || true  # a signal interrupts it
+done
 status=0
-wait $command || status=$?  # also returns when the warning comes, ...
-if [ -n "$warned" ]; then
-    status=0
-    wait $command || status=$?  # ... and then the run has to end first
-    if [ $status = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-10}" ]; then
-        echo "$SLURM_JOB_NAME: queued again, $((${SLURM_RESTART_COUNT:-0} + 1)) of ${MAX_REQUEUES:-10}"
-        scontrol requeue "$SLURM_JOB_ID"
-    elif [ $status = 0 ]; then
-        echo "$SLURM_JOB_NAME: not queued again after $SLURM_RESTART_COUNT times; see MAX_REQUEUES in slurm/requeue.sh" >&2
-    fi
+wait $command || status=$?
+times=${SLURM_RESTART_COUNT:-0}
+if [[ $(scontrol show job "$job") =~ PreemptTime=[0-9] ]]; then
+    echo "$SLURM_JOB_NAME: preempted, and queued again"
+    scontrol requeue "$job"
+elif [ -n "$warned" ] && [ $status = 0 ] && [ "$times" -lt "${MAX_REQUEUES:-10}" ]; then
+    echo "$SLURM_JOB_NAME: queued again, $((times + 1)) of ${MAX_REQUEUES:-10}"
+    scontrol requeue "$job"
+elif [ -n "$warned" ] && [ $status = 0 ]; then
+    echo "$SLURM_JOB_NAME: not queued again after $times times; see MAX_REQUEUES in slurm/requeue.sh" >&2
 fi
 exit $status

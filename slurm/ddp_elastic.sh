@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# DDP that goes on while nodes fail and come back. A task of the job array is a node with its own torchrun, and they meet
+# in a file, because each node may fail. When one does, the others start again without it, from the last checkpoint.
+# SLURM queues its task again; when it is back, the others save, and all start again together.
+#
+#     sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024
+#     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 4096
+#     sbatch --gpus-per-node=0 slurm/ddp_elastic.sh cifar10/ddp_launch.py --synthetic -G 256   # on the CPUs
+#
+# -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes. When a task is cancelled or
+# preempted, or its time ends, the run is saved, and the others go on from there.
+#SBATCH --job-name=ddp-elastic
+#SBATCH --array=0-1
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --time=04:00:00
+#SBATCH --output=%x-%A-%a.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=TERM@60
+set -euo pipefail
+
+recipe=${1:-cifar10/ddp_launch.py}
+processes=${SLURM_GPUS_ON_NODE:-2}
+run=runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID
+mkdir -p runs
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node can keep the address of a store that is gone
+export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
+
+# last_call_timeout: after a change they wait 10 s for others before they start. A node that does not answer for 15 s is
+# gone. USR1 (stop) and USR2 (print the stacks) are for torchrun's processes, and would kill torchrun.
+# shellcheck disable=SC2016  # the inner bash expands "$@"
+exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun \
+    --nnodes="1:$SLURM_ARRAY_TASK_COUNT" --nproc-per-node="$processes" --max-restarts=100 \
+    --rdzv-backend=c10d --rdzv-endpoint="$run.rendezvous" --rdzv-id="$SLURM_ARRAY_JOB_ID" \
+    --rdzv-conf=store_type=file,last_call_timeout=10 \
+    "$recipe" --log-dir "$run" --resume auto --checkpoint-every 100 "${@:2}"
