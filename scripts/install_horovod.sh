@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Build Horovod into the Python environment that is active: scripts/install_horovod.sh
 #
-# PYTHON=... picks another interpreter. Needs a C++ compiler; MPI is built in where mpicxx is found
-# (Debian: openmpi-bin libopenmpi-dev) and NCCL where torch sees a GPU, which needs the CUDA toolkit as well
-# (CUDA_HOME=..., by default /usr/local/cuda). Takes two minutes on two cores.
+# PYTHON=... picks another interpreter. HOROVOD_SDIST=horovod-0.28.1.tar.gz builds from that file, without a network.
+# Needs a C++ compiler; MPI is built in where mpicxx is found (Debian: openmpi-bin libopenmpi-dev), and NCCL where nvcc
+# is found (in CUDA_HOME, by default /usr/local/cuda), with or without a GPU: a login node seldom has one.
+# HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. Takes about three minutes on two
+# cores, also with NCCL for one kind of GPU: HOROVOD_BUILD_CUDA_CC_LIST=90 is H100. All kinds take longer.
 #
 # 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build unchanged:
 #   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;
 #   - the headers of torch 2.15 need C++20 (those of 2.11 accept it), and Horovod sets 14;
-#   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, GPU or not.
+#   - g++ 13 misses an include of <string>, and g++ 14 refuses to assign to a const member (Horovod's issue 3957);
+#   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, even to build without NCCL.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
@@ -20,24 +23,28 @@ trap 'rm -rf "$work"' EXIT
 
 "$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
 command -v "${CXX:-g++}" > /dev/null || { echo "Horovod needs a C++ compiler: apt-get install g++" >&2; exit 2; }
-"$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cmake
+"$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cffi cmake
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script
 export MAKEFLAGS
 
-# pip compares the archive with the hash and refuses another one
-echo "horovod==$VERSION --hash=sha256:$SHA256" > "$work/pin.txt"
-"$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation --require-hashes \
-    --requirement "$work/pin.txt" --dest "$work"
-tar -xzf "$work/horovod-$VERSION.tar.gz" -C "$work"
+sdist=${HOROVOD_SDIST:-$work/horovod-$VERSION.tar.gz}
+[ -n "${HOROVOD_SDIST:-}" ] || "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
+    "horovod==$VERSION" --dest "$work"
+echo "$SHA256  $sdist" | sha256sum --check --quiet
+tar -xzf "$sdist" -C "$work"
 cd "$work/horovod-$VERSION"
 
 patch_line() {  # FILE OLD NEW: replace OLD by NEW, and stop if OLD is not there
     grep -q -- "$2" "$1" || { echo "$1 does not contain '$2': is this Horovod $VERSION?" >&2; exit 1; }
     sed -i "s/$2/$3/" "$1"
 }
+patch_line setup.py RelWithDebInfo Release  # debugging symbols take a third of the time
 patch_line CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
 patch_line horovod/torch/CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
+patch_line horovod/common/group_table.h '#include <queue>' '#include <queue>\n#include <string>'
+patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'pointer const data_;' 'pointer data_;'
+patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'const size_type count_;' 'size_type count_;'
 
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
@@ -47,9 +54,12 @@ else
     export HOROVOD_WITHOUT_MPI=1
     echo "mpicxx not found: building with gloo only" >&2
 fi
-if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    # torch brings NCCL as libnccl.so.2; the linker wants a libnccl.so
-    nccl=$("$PYTHON" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2> /dev/null || true)
+# torch brings NCCL as libnccl.so.2 (the linker wants a libnccl.so) and its header; CUDA and torch must match
+CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+nccl=$("$PYTHON" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])' 2> /dev/null || true)
+if [ -x "$CUDA_HOME/bin/nvcc" ] && [ -n "$nccl" ]; then found=NCCL; else found=; fi
+if [ "${HOROVOD_GPU_OPERATIONS-$found}" = NCCL ]; then
+    test -x "$CUDA_HOME/bin/nvcc" || { echo "no $CUDA_HOME/bin/nvcc: set CUDA_HOME to a CUDA toolkit" >&2; exit 2; }
     if [ -n "$nccl" ]; then
         mkdir "$work/nccl"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/libnccl.so"
@@ -57,10 +67,11 @@ if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
     fi
     export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     # torch, CMake and Horovod each look for the toolkit in a place of their own, and an nvcc on the PATH can mislead them
-    CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
     export CUDA_HOME CUDAToolkit_ROOT=$CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME
 else
+    unset HOROVOD_GPU_OPERATIONS
     patch_line cmake/Modules/FindPytorch.cmake 'print(True if ((torch.version.cuda .*)' 'print(False)'
+    echo "building without NCCL, which needs $CUDA_HOME/bin/nvcc and the NCCL of torch's packages" >&2
 fi
 
 "$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
