@@ -1,5 +1,5 @@
 # make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# all tables and plots again. make fuzz: more random checkpoints. Each of them creates .venv first.
+# all tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
@@ -43,7 +43,10 @@ $(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
 benchmarks: $(VENV)/.tools $(VENV)/.horovod
 	PATH="$(abspath $(VENV))/bin:$$PATH" benchmarks/all.sh
 
+gpu: $(VENV)/.tools
+	PATH="$(abspath $(VENV))/bin:$$PATH" python benchmarks/gpu.py $(ARGS)
+
 fuzz: $(VENV)/.tools
 	FUZZ=200000 $(PYTEST) --timeout 0 tests/test_checkpoint.py -k fuzz
 
-.PHONY: demo check test lint benchmarks fuzz
+.PHONY: demo check test lint benchmarks gpu fuzz

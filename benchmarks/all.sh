@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Measure everything in benchmarks/results on this machine: make benchmarks. Takes less than 15 minutes on two cores,
-# which should be idle otherwise. The first argument is the folder for the results; the others go to the scripts that
-# repeat runs.
+# Measure everything in benchmarks/results on this machine: make benchmarks. Takes an hour on two cores, which should be
+# idle otherwise. With the data sets in data/ it also trains for accuracy (hours, but what is in runs/accuracy is not
+# repeated); with checkouts of pytorch/examples and horovod in peers/ it compares with them; as root it checks the cost
+# model on slow links. The first argument is the folder for the results; the others go to the scripts that repeat runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
@@ -30,10 +31,20 @@ allreduce() {  # name, and what starts the processes
         fi
     fi
 } > "$results/allreduce.md"
-for script in scaling startup; do
+for script in scaling startup cpu; do
     python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
 done
 python benchmarks/model.py --out "$results" > /dev/null
+if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ]; then
+    python benchmarks/accuracy.py --out "$results" > /dev/null
+fi
+if [ -d data/MNIST ] && [ -d peers/examples ] && [ -d peers/horovod ]; then
+    [ -d runs/jpegs ] || python benchmarks/jpeg_tree.py runs/jpegs --images 192
+    python benchmarks/peers.py --peers peers --tree runs/jpegs --out "$results" > /dev/null
+fi
+if [ "$(id -u)" = 0 ] && command -v ip > /dev/null && command -v horovodrun > /dev/null; then
+    python benchmarks/network.py --out "$results" > /dev/null
+fi
 if python -c "import horovod.torch" 2> /dev/null; then
     timeline=$(mktemp)
     HOROVOD_TIMELINE=$timeline horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1 \
@@ -41,3 +52,4 @@ if python -c "import horovod.torch" 2> /dev/null; then
     python benchmarks/timeline.py "$timeline" "$results/timeline.svg"
     rm -r "$timeline" "$timeline.run"
 fi
+[ "$results" != benchmarks/results ] || python benchmarks/readme.py

@@ -7,15 +7,16 @@
 Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also srun --mpi=pmix) Horovod
 with NCCL, MPI or gloo. NCCL needs a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
 
-A repetition is up to 20 all-reduces in a row, timed on the slowest rank; the table has the median. The bus bandwidth is
-bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not depend on p (see
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors once per cycle
-(HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time waiting for that.
+A repetition is 20 all-reduces in a row (on a CPU fewer of the large ones), timed on the slowest rank; the table has the
+median. The bus bandwidth is bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not
+depend on p (see https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors
+once per cycle (HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time waiting for that.
 """
 
 import datetime
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -105,7 +106,7 @@ def sum_is_right(group, size):
 def seconds_of(group, size, repeats):
     """The seconds that an all-reduce of `size` bytes takes, in each repetition; the same on all ranks."""
     tensor = torch.zeros(size // 4, device=group.device)  # zeros: repeated sums do not grow
-    calls = max(1, min(20, 2**22 // size))
+    calls = 20 if group.device.type == "cuda" else max(1, min(20, 2**22 // size))
     own = []
     for _ in range(1 + repeats):  # the first one warms up
         group.barrier()
@@ -143,6 +144,7 @@ def parse_args():
 def main():
     args = parse_args()
     processes.install_signal_handlers()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
     processes.die_with_parent()
 
     def pick_device(local_rank, local_world_size):

@@ -64,6 +64,7 @@ def seconds_of_an_epoch(args, recipe, batches):
     model = cifar10.MODELS[args.model](*((1, 28) if args.dataset == "mnist" else (3, 32)))
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum)
     run = Run(args, "benchmark", torch.device("cpu"), {"model": model, "optimizer": optimizer}, args.lr)
+    run.output.writes = False  # no checkpoints
     return recipe["train_one_epoch"](model, batches, optimizer, args.lr, run)["seconds"]
 
 

@@ -5,6 +5,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -23,6 +24,18 @@ def versions():
         ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
         found["MPI library"] = text.value.decode().split(",")[0]
     return found
+
+
+def commit(folder=Path(__file__).parent):
+    """The commit of the repository that holds `folder`; -dirty if files other than results differ from it."""
+    def git(*words):
+        return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
+
+    with contextlib.suppress(OSError):  # there is no git
+        if name := git("describe", "--always").stdout.strip():
+            others = ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md"
+            return name + "-dirty" * git("diff", "--quiet", "HEAD", "--", *others).returncode
+    return "unknown"
 
 
 def hardware(device):

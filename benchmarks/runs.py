@@ -38,6 +38,7 @@ def command(strategy: str, processes: int, folder: Path) -> str:
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "ddp_amp": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_amp.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
         "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
         "hvd_nccl": f"horovodrun -np {processes} python {folder}/hvd.py",
@@ -55,14 +56,22 @@ def available() -> list[str]:
     return there
 
 
+def environment(threads: int) -> dict[str, str]:
+    """The environment of what a benchmark starts: this Python, `threads` threads per process, MPI also as root.
+
+    MPI as the README says for a machine without GPUs: a process that waits frees its core.
+    """
+    return {**os.environ, "OMP_NUM_THREADS": str(threads),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **({} if torch.cuda.is_available() else {"OMPI_MCA_mpi_yield_when_idle": "1"})}
+
+
 def start(line: str, threads: int, stdout=None) -> subprocess.Popen:
     """Start a command line with `threads` threads per process; its output is kept, or goes to the file `stdout`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads),
-                   "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `finish` reads it
     process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=stdout or printed, stderr=printed,
-                               env=environment)
+                               env=environment(threads))
     process.printed = printed
     return process
 
@@ -147,19 +156,20 @@ MARK = f"(!15%) marks a figure whose repetitions differ by more than {WIDE:.0%} 
 
 
 def about(arguments) -> dict:
-    """How, on what hardware and when a result was measured."""
+    """How, on what hardware, when and at which commit of this repository a result was measured."""
     count = torch.cuda.device_count()
     gpus = f"{count} x {machine.hardware(torch.device('cuda', 0))}" if count else "no GPU"
     return {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
             "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
-            "threads": arguments.threads, "versions": machine.versions(), "date": str(datetime.date.today())}
+            "threads": arguments.threads, "versions": machine.versions(),
+            "commit": machine.commit(), "date": str(datetime.date.today())}
 
 
 def heading(result: dict) -> str:
     """The same, as a line for a page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (f"`{result['command']}`; {result['hardware']}, {result['threads']} thread(s) per process; {versions}; "
-            f"{result['date']}.")
+            f"commit {result['commit']}, {result['date']}.")
 
 
 def table(names: list[str], rows: list, left: int = 1) -> str:

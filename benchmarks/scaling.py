@@ -20,8 +20,9 @@ from common import flags
 from common.processes import fail
 
 # steps per epoch with the batch of one process, which is also the weak-scaling one
-WORK = {"mnist": {"model": "convnet", "batch": 64, "steps": 30, "epochs": 3},
-        "cifar10": {"model": "resnet18", "batch": 32, "steps": 4, "epochs": 2}}
+WORK = {"mnist": {"model": "convnet", "batch": 64, "steps": 120, "epochs": 3},
+        "cifar10": {"model": "resnet18", "batch": 32, "steps": 8, "epochs": 2}}
+ON_GPU = {"mnist": {"steps": 1500}, "cifar10": {"batch": 128, "steps": 300}}  # a few steps are too short to time
 PROFILED = {"steps": 12, "epochs": 1}  # of which --profile records six
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
 PART_COLORS = ("#bbbbbb", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#eeeeee")
@@ -31,7 +32,7 @@ def settings(arguments):
     """All runs of one repetition; a run that both weak and strong scaling need is made once."""
     found = []
     for dataset in arguments.datasets:
-        work = WORK[dataset] | {"dataset": dataset}
+        work = WORK[dataset] | (ON_GPU[dataset] if arguments.device == "auto" else {}) | {"dataset": dataset}
         batch, whole = work["batch"], 2 * work["batch"]  # the global batch of strong scaling
         for processes in arguments.processes:
             if whole % processes:
@@ -163,7 +164,7 @@ def parse_args():
     parser = runs.parser(__doc__, repeats=3)
     parser.add_argument("--datasets", nargs="+", choices=WORK, default=list(WORK), help="which recipes")
     parser.add_argument("--strategies", nargs="+", choices=there, help="how they average gradients",
-                        default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_nccl") if name in there])
+                        default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_mpi", "hvd_nccl") if name in there])
     gpus = torch.cuda.device_count()
     parser.add_argument("--processes", nargs="+", type=flags.COUNT, metavar="N",
                         default=[n for n in (1, 2, 4, 8) if n <= (gpus if gpus > 1 else 4)])

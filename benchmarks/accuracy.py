@@ -1,0 +1,157 @@
+"""Train on real data with the documented defaults, and write down the accuracy that each recipe reaches.
+
+    python benchmarks/accuracy.py --data-dir data
+    python benchmarks/accuracy.py --data-dir data --only mnist-convnet
+
+The runs of one model differ in the recipe, the number of processes and the seed. With p processes the global batch and
+the rate are p times as large. Each run has a folder in --runs: one that is done is not repeated, and one that was
+interrupted continues. The page has all that are done. Together they take hours on two cores.
+"""
+
+import json
+import os
+import shutil
+import statistics
+from argparse import Namespace
+from pathlib import Path
+
+import runs
+from PIL import Image
+from tqdm import tqdm
+
+from common import cifar10
+
+TORCHRUN = "torchrun --standalone --nproc-per-node={processes} {folder}"
+STARTS = {
+    "single.py": "python {folder}/single.py",
+    "ddp_launch.py": f"{TORCHRUN}/ddp_launch.py",
+    "hvd.py": "horovodrun -np {processes} python {folder}/hvd.py",
+    "ddp_amp.py, bf16": f"{TORCHRUN}/ddp_amp.py",
+    "ddp_amp.py, bf16, channels-last": f"{TORCHRUN}/ddp_amp.py --channels-last",
+}
+EACH = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4), ("hvd.py", 2), ("ddp_amp.py, bf16", 2)]
+PUBLISHED = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
+# name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0: the cores, shared out)
+TRAININGS = {
+    "mnist-lenet": ("mnist", "lenet", 5, 3, EACH, 0),
+    "mnist-convnet": ("mnist", "convnet", 5, 3, EACH, 0),
+    "cifar10-convnet": ("cifar10", "convnet", 10, 3, EACH, 0),
+    "cifar10-resnet18": ("cifar10", "resnet18", 30, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
+    "imagenet-convnet": ("imagenet", "convnet", 5, 1, [("single.py", 1), ("ddp_launch.py", 2)], 0),
+    # as in the table that this project began with, see model.py: a process has one GPU there, and one core here
+    "mnist-32-epochs": ("mnist", "convnet", 32, 1, PUBLISHED, 1),
+    "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, PUBLISHED, 1),
+}
+
+
+def command(arguments, name, start, processes, seed):
+    """The command of a run."""
+    folder, model, epochs, *_ = TRAININGS[name]
+    data = arguments.data_dir
+    if folder == "imagenet":
+        data = f"{cifar10_as_jpegs(data, arguments.runs / 'cifar10-as-jpegs')} --image-size 32 -b 128"
+    line = STARTS[start].format(processes=processes, folder=runs.ROOT / folder)
+    line += f" --model {model} --epochs {epochs} --seed {seed} --data-dir {data}"
+    return f"{line} --device {arguments.device} --checkpoint-every 100 --resume auto"
+
+
+def cifar10_as_jpegs(data_dir, folder):
+    """Write CIFAR-10 as ImageNet lies on a disk, SPLIT/CLASS/NAME.JPEG, unless it is there; return the folder."""
+    if all((folder / split).exists() for split in ("train", "val")):
+        return folder
+    sets = cifar10.load(Namespace(synthetic=None, data_dir=data_dir, seed=0))
+    for split, images in zip(("train", "val"), sets, strict=True):
+        partial = folder / f"{split}.partial"
+        for number, (image, label) in enumerate(zip(tqdm(images.images, desc=f"{folder / split}"), images.labels,
+                                                    strict=True)):
+            path = partial / str(int(label)) / f"{number}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(path, quality=95)
+        shutil.rmtree(folder / split, ignore_errors=True)
+        partial.rename(folder / split)
+    return folder
+
+
+def log_dir(arguments, name, start, processes, seed):
+    return arguments.runs / f"{name}-{''.join(filter(str.isalnum, start))}-{processes}-{seed}"
+
+
+def epochs_of(arguments, run):
+    """The epochs in the results.json of a run: none if it has not begun."""
+    path = log_dir(arguments, *run) / "results.json"
+    return json.loads(path.read_text())["epochs"] if path.exists() else []
+
+
+def train_all(arguments):
+    """Train what --only asks for; return [{training, recipe, processes, seed, epochs}] of all that is in --runs."""
+    every = [(name, start, processes, seed) for name, (*_, seeds, starts, _) in TRAININGS.items()
+             for seed in range(seeds) for start, processes in starts]
+
+    def left(run):
+        return len(epochs_of(arguments, run)) < TRAININGS[run[0]][2]
+
+    for run in tqdm([run for run in every if run[0] in arguments.only and left(run)], unit="run", desc="accuracy"):
+        threads = TRAININGS[run[0]][-1] or max(1, os.cpu_count() // run[2])
+        runs.finish(runs.start(f"{command(arguments, *run)} --log-dir {log_dir(arguments, *run)}", threads))
+    return [dict(zip(("training", "recipe", "processes", "seed"), run, strict=True),
+                 epochs=epochs_of(arguments, run)) for run in every if not left(run)]
+
+
+def markdown(result):
+    """The page accuracy.md: for each model a table with a row for each recipe and number of processes."""
+    lines = ["# Accuracy on real data", "", runs.heading(result), "",
+             "The validation accuracy after the last epoch, and the time of training without validation and start-up.",
+             ""]
+    for name, (folder, model, epochs, _, starts, threads) in TRAININGS.items():
+        rows, first = [], None
+        for start, processes in starts:
+            chosen = [run["epochs"] for run in result["runs"]
+                      if (run["training"], run["recipe"], run["processes"]) == (name, start, processes)]
+            if chosen:
+                reached = [run[-1]["val"]["accuracy"] for run in chosen]
+                minutes = statistics.median(sum(epoch["train"]["seconds"] for epoch in run) for run in chosen) / 60
+                rows.append([start, processes, f"{statistics.mean(reached):.2%}",
+                             f"{min(reached):.2%} to {max(reached):.2%}", len(reached), f"{minutes:.1f}",
+                             f"{(first := first or minutes) / minutes:.2f}"])
+        if rows:
+            share = f"{threads} thread per process" if threads else "all cores"
+            lines += [f"## {folder}, {model}, {epochs} epochs, {share}", "", runs.table(
+                ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], rows), ""]
+    return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
+
+
+def draw(arguments, result):
+    """The validation accuracy after each epoch, for each model and recipe; seed 0."""
+    names = dict.fromkeys(run["training"] for run in result["runs"])
+    fig, (axes,) = runs.figure(len(names), width=5)
+    for ax, name in zip(axes, names, strict=True):
+        for run in result["runs"]:
+            if (run["training"], run["seed"]) == (name, 0):
+                ax.plot([epoch["epoch"] for epoch in run["epochs"]],
+                        [100 * epoch["val"]["accuracy"] for epoch in run["epochs"]], ".-",
+                        label=f"{run['recipe']} x{run['processes']}")
+        ax.set(title=name, xlabel="epoch", ylabel="validation accuracy, %")
+        ax.legend()
+    runs.save_figure(fig, arguments, "accuracy")
+
+
+def parse_args():
+    parser = runs.flags.Parser(__doc__)
+    parser.add_argument("--device", default="auto", help="of the recipes (default: %(default)s)")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with MNIST and CIFAR-10")
+    parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), metavar="DIR", help="for the runs")
+    parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which models")
+    parser.add_argument("--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_args()
+    arguments.threads = f"{os.cpu_count()}/processes"
+    result = runs.about(arguments) | {"runs": train_all(arguments)}
+    runs.save(arguments, "accuracy", result, markdown(result))
+    draw(arguments, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Write the tables of README.md's section "Measured" again, from the JSON files in benchmarks/results.
+
+    python benchmarks/readme.py
+"""
+
+import json
+import statistics
+
+import accuracy
+import peers
+import runs
+import scaling
+
+BEGIN, END = "<!-- python benchmarks/readme.py writes this -->", "<!-- up to here -->"
+
+
+def read(name):
+    """A result, or None if it is not measured yet."""
+    path = runs.RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def accuracy_lines(result):
+    columns, rows = accuracy.EACH, []
+    for name, (folder, model, epochs, *_) in accuracy.TRAININGS.items():
+        cells = [[run["epochs"][-1]["val"]["accuracy"] for run in result["runs"]
+                  if (run["training"], run["recipe"], run["processes"]) == (name, *column)] for column in columns]
+        if all(cells):
+            rows.append([folder, model, epochs, *(f"{statistics.mean(cell):.2%}" for cell in cells)])
+    others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
+              f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
+              for run in result["runs"] if run["training"] == "cifar10-resnet18"]
+    return ["**Accuracy** on real data with the documented defaults: the mean of three seeds after the last epoch",
+            "([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).",
+            "", runs.table(["data set", "model", "epochs", *(f"{start} x{p}" for start, p in columns)], rows, left=2),
+            "", *others, source(result)]
+
+
+def peers_lines(result):
+    rows = []
+    for name, turns in result["turns"].items():
+        ratios = [statistics.median(own[figure] / other[figure] for other, own in turns)
+                  for figure in ("seconds", "images_per_sec", "memory")]
+        reached = [f"{statistics.median(one['accuracy'] for one in who):.1f}%" for who in zip(*turns, strict=True)]
+        rows.append([name, peers.PEERS[name][2], *(f"{ratio:.2f}" for ratio in ratios), *reached])
+    return ["**Beside the examples of PyTorch and Horovod**, with their model, optimizer and batch: our figure divided",
+            "by theirs, the median of alternated runs of the whole command ([peers.md](benchmarks/results/peers.md)).",
+            "", runs.table(["example", "our recipe", "time", "images/s", "memory", "their accuracy", "ours"],
+                           rows, left=2),
+            "", source(result)]
+
+
+def scaling_lines(result):
+    lines = scaling.markdown(result, scaling.rows(result["runs"])).split("\n")
+    start = next(number for number, line in enumerate(lines) if line.startswith("## cifar10") and "weak" in line) + 2
+    table = lines[start:lines.index("", start)]
+    return ["**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the images/s of p processes",
+            "divided by p times those of one; of the limit: by those of p processes that do not communicate. (!17%)",
+            "marks runs that differ by 17% of their median ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
+            "", source(result), "",
+            "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
+
+
+def startup_lines(result):
+    rows = [[runs.TITLES[run["strategy"]], run["processes"],
+             *(f"{statistics.median(times):.1f} s" for times in zip(*run["seconds"], strict=True))]
+            for run in result["runs"]]
+    return ["**Start-up**, most of it the import of torch ([startup.md](benchmarks/results/startup.md)).", "",
+            runs.table(["launcher", "processes", "first line after", "end of `--dry-run` after"], rows), "",
+            source(result)]
+
+
+def source(result):
+    """Where the figures are from."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "python")
+    script = " ".join(result["command"].split()[:2])
+    return f"(`{script}`; {result['hardware']}; {versions}; commit {result['commit']}, {result['date']}.)"
+
+
+def main():
+    path = runs.ROOT / "README.md"
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    parts = [lines(result) for name, lines in (("accuracy", accuracy_lines), ("peers", peers_lines),
+                                               ("scaling", scaling_lines), ("startup", startup_lines))
+             if (result := read(name))]
+    path.write_text("\n".join([before + BEGIN, *("\n".join(["", *lines]) for lines in parts), "", END + after]))
+
+
+if __name__ == "__main__":
+    main()
