@@ -81,7 +81,11 @@ SlurmdLogFile=$etc/%n.log
 SlurmdSpoolDir=$etc/%n
 # One for each node, or \`srun --mpi=pmix\` finds the files of the other
 TmpFS=$etc/tmp.%n
-PartitionName=all Nodes=ALL Default=YES
+# A job of the partition urgent takes the place of others, after 20 s
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES GraceTime=20
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 NodeName=DEFAULT CPUs=32 RealMemory=4000
 END
 if [ "${GPUS:-8}" != 0 ]; then

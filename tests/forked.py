@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import launch
+import pretended_gpu
 import torch.distributed.run
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -53,11 +54,19 @@ def run_script(arguments, cwd, environment, printed):
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
     os.environ.update(environment)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read its variable when torch was imported
+    set_threads = functools.partial(torch.set_num_threads, int(environment["OMP_NUM_THREADS"]))
+    set_threads()  # OpenMP read its variable when torch was imported
+    # A fork makes torch build its thread pool anew at the next call, and two threads that call at once abort with
+    # "Invalid thread pool!": call before there is a second thread.
+    os.register_at_fork(after_in_child=set_threads)
     # ddp_spawn.py's ranks are forked as well; tests that start it as a command spawn them
     torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
-    runpy.run_path(arguments[0], run_name="__main__")
+    sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    if "PRETENDED_GPUS" in environment:
+        pretended_gpu.run(arguments[0])
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 class ForkedJob:

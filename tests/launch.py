@@ -100,7 +100,8 @@ class Job:
         """Send a signal to the process group, as a terminal does; or to each process of the job."""
         if everyone:
             for process in self.alive():
-                process.send_signal(number)
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                    process.send_signal(number)
         else:
             os.killpg(self.process.pid, number)
 
@@ -119,8 +120,7 @@ class Job:
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         left = self.alive()
-        for process in left:
-            process.kill()
+        self.signal(signal.SIGKILL, everyone=True)
         assert not left, f"{self.command} left {left} behind"
         return status
 
@@ -191,7 +191,7 @@ def refused_here(command, cwd):
     """The one line that "mnist/single.py --flags" prints before it ends with status 2; it runs in this process."""
     name, *flags = command.split()
     before, shown = everything(cwd), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
     try:
         with (mock.patch.object(sys, "argv", [name, *flags]), contextlib.chdir(cwd),
               mock.patch.object(sys, "path", [str((ROOT / name).parent), *sys.path]),

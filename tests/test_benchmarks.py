@@ -2,15 +2,28 @@
 
 import gzip
 import json
+import re
+import shutil
+import signal
+import subprocess
 import sys
 
+import accuracy
 import model
+import network
+import peers
 import pytest
+import readme
 import runs
 import scaling
-from forked import compute
-from launch import need_horovod, run
+import torch
+from cluster import need_cluster
+from forked import ForkedJob, compute
+from launch import Job, need_horovod, run
+from PIL import Image
 from recipes import ROOT
+
+from common.data import ImageTensor
 
 
 def test_all_reduce_cost():
@@ -47,7 +60,8 @@ def test_the_page_of_the_model(tmp_path):
     sizes = [{"bytes": 4**k, "seconds": model.ring(2, 4**k, alpha, beta)} for k in range(1, 14)]
     all_reduce = {"backend": "gloo", "processes": 2, "hardware": {"cores": 2}, "sizes": sizes}
     (tmp_path / "allreduce-gloo-2.json").write_text(json.dumps(all_reduce))
-    scaling = {"command": "", "hardware": "", "threads": 1, "versions": {}, "date": "", "datasets": ["mnist"], "runs": [
+    about = dict.fromkeys(("command", "hardware", "commit", "date"), "") | {"threads": 1, "versions": {}}
+    scaling = about | {"datasets": ["mnist"], "runs": [
         {"dataset": "mnist", "model": "convnet", "strategy": strategy, "processes": p, "modes": ["weak"], "batch": 64,
          "steps": 10, "epochs": 2, "global_batch": 64 * p, "images_per_sec": [64 * p / seconds],
          "split": {"forward": 1, "backward": 1}}
@@ -70,11 +84,18 @@ def test_the_published_table():
     assert min((8, 16, 32), key=lambda p: seconds("mnist", p)) == 32
 
 
-def test_scaling(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def forked_runs(tmp_path, monkeypatch):
+    """What a benchmark starts is forked."""
+    monkeypatch.setattr(runs, "start", lambda line, threads: ForkedJob(line, tmp_path, OMP_NUM_THREADS=str(threads)))
+    monkeypatch.setattr(runs, "finish", lambda job: pytest.fail(job.output()) if job.finish() else None)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_scaling(forked_runs, tmp_path, monkeypatch, capsys):
     flags = "--datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu --out one"
     monkeypatch.setattr(sys, "argv", ["scaling.py", *flags.split()])
     monkeypatch.setitem(scaling.WORK, "mnist", scaling.WORK["mnist"] | {"steps": 8, "epochs": 2})
-    monkeypatch.chdir(tmp_path)
     scaling.main()  # six runs of recipes
     shown = capsys.readouterr()
     assert "| DDP, torchrun | 2 | 64 | 128 |" in shown.out
@@ -107,11 +128,118 @@ def test_a_wide_spread_is_marked():
     assert runs.marked([100, 120, 110]) == "110 (!18%)"
 
 
-def test_start_up(tmp_path):
+def test_start_up(tmp_path, monkeypatch):
+    """Measured, and written into the README between its marks, again and again."""
     shown = run(f"python {ROOT}/benchmarks/startup.py --strategies ddp_launch --repeats 1 --out .", cwd=tmp_path)
     [first, end], = json.loads((tmp_path / "startup.json").read_text())["runs"][0]["seconds"]
     assert 1 < first < end < 100
     assert f"| DDP, torchrun | 2 | {first:.2f} | {end:.2f} |" in shown
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    for _ in range(2):
+        readme.main()
+        text = (tmp_path / "README.md").read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+        assert text.count(f"| DDP, torchrun | 2 | {first:.1f} s | {end:.1f} s |") == 1
+
+
+def test_one_gpu(tmp_path):
+    """Interrupted, and started again: it measures what is not there yet."""
+
+    def measured_until(line):
+        job = Job(f"exec python {ROOT}/benchmarks/gpu.py --device cpu --steps 3-5 --out out --data-dir none", tmp_path)
+        job.wait_for(line)
+        job.signal(signal.SIGINT)
+        assert job.finish() != 0
+        return job.output(), json.loads((tmp_path / "out" / "gpu.json").read_text())["measured"]
+
+    _, before = measured_until("| 3 no GPU visible:")
+    shown, after = measured_until("| 5 mnist/single.py:")
+    assert "no GPU visible" not in shown, "it is not measured again"
+    assert after["3"] == before["3"]
+    assert after["3"]["no GPU visible"]["status"] == 2
+    assert "torch sees 0 cuda devices" in after["3"]["no GPU visible"]["says"]
+    assert after["4"]["LeNet on cpu"]["epochs"][0]["train"]["loss"] > 0
+    assert after["5"]["mnist/single.py"]["steps"] == 40
+    page = (tmp_path / "out" / "gpu.md").read_text()
+    assert "## 5. Waits per step" in page and " steps/s |" in page
+
+
+def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
+    """Two seeds; a run that is done is not repeated."""
+    monkeypatch.setattr(accuracy, "TRAININGS", {"lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1)})
+    monkeypatch.setitem(accuracy.STARTS, "single.py", "python {folder}/single.py --synthetic 640 --lr 0.01")
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."])
+    accuracy.main()
+    first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.json"
+    written = first.stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "all" / "lenet-singlepy-1-1")
+    accuracy.main()
+    assert first.stat().st_mtime_ns == written
+    result = json.loads((tmp_path / "accuracy.json").read_text())
+    assert [(run["seed"], len(run["epochs"])) for run in result["runs"]] == [(0, 2), (1, 2)]
+    reached = [run["epochs"][-1]["val"]["accuracy"] for run in result["runs"]]
+    shown = capsys.readouterr().out
+    assert f"| single.py | 1 | {sum(reached) / 2:.2%} | {min(reached):.2%} to {max(reached):.2%} | 2 |" in shown
+    assert "lenet" in (tmp_path / "accuracy.svg").read_text()
+    monkeypatch.setattr(accuracy, "EACH", [("single.py", 1)])
+    assert f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |" in "\n".join(readme.accuracy_lines(result))
+
+
+@pytest.mark.parametrize("lines", [
+    ["Train Epoch: 2 [0/600 (0%)]\tLoss: 2.3", "Train Epoch: 2 [300/600 (50%)]\tLoss: 0.3"],
+    ["[1,0]<stdout>:Train Epoch: 2 [0/300 (0%)]\tLoss: 2.3", "[1,1]<stdout>:Train Epoch: 2 [150/300 (50%)]\tLoss: 0.3"],
+    ["Epoch: [1][ 1/21]\tTime  0.1", "Epoch: [1][11/21]\tTime  0.1", "Test: [ 1/10]\tTime 0.1"],
+    ["epoch 2/2: loss 0.1 acc 97.00% | val loss 0.1 acc 97.00% | 150 images/s | 1% data wait"]])
+def test_speed_of_an_example(lines):
+    """Half of 600 images in two seconds, in the last epoch."""
+    before = lines[0].replace(" 2 [", " 1 [").replace("[1][", "[0][").replace(" 150 ", " 100 ")
+    timed = [(0.5, before), *((1 + 2 * number, line) for number, line in enumerate(lines))]
+    assert peers.images_per_sec(timed, 600) == pytest.approx(150, rel=0.06)
+
+
+def test_host_time(tmp_path):
+    shown = run(f"python {ROOT}/benchmarks/host_time.py --repeats 2 --epoch 30", cwd=tmp_path)
+    assert re.search(r"a step of the recipe takes \d+ us, -?\d+ us more than a bare loop", shown)
+
+
+def test_cifar10_as_jpegs(tmp_path, monkeypatch):
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 32, 32)
+    sets = [ImageTensor(red[:len(labels)], torch.tensor(labels), ()) for labels in ([0, 7], [7])]
+    monkeypatch.setattr(accuracy.cifar10, "load", lambda args: sets)
+    for _ in range(2):
+        accuracy.cifar10_as_jpegs(tmp_path, tmp_path / "tree")
+        found = sorted(str(path.relative_to(tmp_path / "tree")) for path in tmp_path.rglob("*.JPEG"))
+        assert found == ["train/0/0.JPEG", "train/7/1.JPEG", "val/7/0.JPEG"]
+    assert Image.open(tmp_path / "tree" / "val/7/0.JPEG").getpixel((16, 16)) == pytest.approx((255, 0, 0), abs=3)
+
+
+def test_network(tmp_path, monkeypatch, capsys):
+    """On a link of 5 ms an all-reduce on two machines takes 10 ms, and so a step at least that much longer."""
+    need_cluster()
+    need_horovod("gloo")
+    for name, value in network.SETTINGS.items():
+        monkeypatch.setenv(name, value)  # and so takes back what main sets
+    monkeypatch.setattr(network, "WORK", {"mnist": {"model": "lenet", "batch": 16, "steps": 20, "epochs": 2}})
+    monkeypatch.setitem(network.LINKS, "5 ms", (5e-3, 0))
+    monkeypatch.setattr(sys, "argv", ["network.py", "--links", "5 ms", "--processes", "2", "--repeats", "1", "--out",
+                                      str(tmp_path)])
+    network.main()
+    for run_ in json.loads((tmp_path / "network.json").read_text())["runs"]:
+        assert run_["alpha"] > 0.005
+        assert run_["measured"] > run_["alone"] + 0.01
+        assert 0.3 < run_["predicted"] / run_["measured"] < 2  # beside other tests
+    assert "| 5 ms | Horovod, Gloo | mnist | 2 |" in capsys.readouterr().out
+    assert network.MACHINES[0] not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+
+
+def test_launches(tmp_path):
+    """The counts of MNIST's ConvNet; test_gpu.py holds those of CIFAR-10."""
+    run(f"python {ROOT}/benchmarks/launches.py --recipes mnist/single.py --out .", cwd=tmp_path)
+    launches, between, at = json.loads((tmp_path / "launches.json").read_text())["counts"]["mnist/single.py"]
+    assert 30 < launches < 45
+    assert (between, at) == (0, 1)
 
 
 def test_timeline(tmp_path):

@@ -1,13 +1,15 @@
 """Faults of a job on a cluster: no rank hangs, and the run continues where it was."""
 
+import os
 import re
 import signal
 import time
 
 import pytest
 from cluster import SlurmJob
-from launch import assert_same, checkpoint, need_horovod, run
-from recipes import ROOT, STEP, changed_copy
+from forked import compute
+from launch import assert_same, checkpoint, largest_difference, need_horovod, run
+from recipes import ROOT, STEP, changed_copy, in_float64
 
 # 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe prints its position.
 IMAGES, INTERVAL = 640, 5
@@ -98,9 +100,28 @@ def test_node_down(slow_job, cluster, undisturbed):
     is_whole(job, undisturbed)
 
 
+def test_a_node_goes_and_comes_back(cluster, tmp_path):
+    """Elastic: with the global batch fixed, the weights are those of one process."""
+    in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, STEP + SLOW)
+    flags = f"--synthetic {IMAGES} --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
+    job = SlurmJob(cluster, tmp_path, "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
+                                      f"{flags} --checkpoint-every 3", STEP_SECONDS="0.2")
+    job.wait_for(r"world size 4 (.*\n)*?at 1 ")
+    cluster.run(f"scontrol update nodename=node2 state=drain reason=test; scontrol requeue {job.id}_1")
+    job.wait_for(r"^mnist: .* world size 2 ", timeout=90)
+    cluster.run("scontrol update nodename=node2 state=resume")
+    job.wait_for(r"^mnist: .* world size 4 ", timeout=90, count=2)
+    log = job.finish(timeout=150)
+    assert re.findall(r"^mnist: .* world size (\d)", log, re.MULTILINE) == ["4", "2", "4"], log
+    compute(f"python mnist/single.py {flags} --log-dir one", cwd=tmp_path)
+    saved = checkpoint(tmp_path / "runs" / f"ddp-elastic-{job.id}")
+    assert [epoch["train"]["images"] for epoch in saved["history"]] == [IMAGES] * 20
+    assert largest_difference(saved["model"], checkpoint(tmp_path / "one")["model"]) < 1e-5
+
+
 def stopped_at(log):
     """The epoch and the sample at which the last warned run in a log stopped; it must be soon after the warning."""
-    before, after = log.rsplit("stopped by SIGUSR1 at epoch ", 1)
+    before, after = log.rsplit("stopped after a signal at epoch ", 1)
     epoch, sample = map(int, re.match(r"(\d+), sample (\d+)", after).groups())
     steps = re.findall(r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE)
     known = min(int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True")
@@ -111,12 +132,47 @@ def stopped_at(log):
 def test_time_limit(slow_job, cluster, undisturbed):
     """SLURM's own warning, 60 to 90 s before the time limit, halfway through the run; then the limit is raised."""
     job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
-    job.wait_for("^stopped by SIGUSR1", timeout=120)
+    job.wait_for("^stopped after a signal", timeout=120)
     epoch, sample = stopped_at(job.log())
     job.wait_for(rf"^resumed from .* at epoch {epoch}, sample {sample} ")
     cluster.run(f"scontrol update jobid={job.id} timelimit=10")
     job.finish()
     assert job.shown("Restarts") == {"1"}
+    is_whole(job, undisturbed)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_told_to_stop(launcher, slow_job, cluster):
+    """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun)."""
+    if launcher == "mpirun":
+        need_horovod("mpi")
+        job = slow_job(file="slurm/hvd_2nodes.sh", recipe="mnist/hvd.py", sbatch="--ntasks-per-node=1")
+    else:
+        job = slow_job(file="slurm/ddp_srun_2nodes.sh", sbatch="--ntasks-per-node=1")
+    cluster.run(f"scancel --signal=TERM {job.id}")
+    job.wait_for("^stopped after a signal")
+    if launcher == "srun":  # mpirun takes minutes to notice that its daemon on node2 ended, and then fails
+        job.finish()
+    log = job.log()
+    [(epoch, sample)] = re.findall(r"^stopped after a signal at epoch (\d+), sample (\d+)", log, re.MULTILINE)
+    saved = checkpoint(job.runs())
+    assert (saved["epoch"] + 1, saved["samples"]) == (int(epoch), int(sample))
+
+
+PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
+
+
+@pytest.mark.timeout(200 + 60 * PREEMPTIONS)
+def test_preempted(slow_job, cluster, undisturbed):
+    """A job that needs both nodes comes, each time after 20 s; MAX_REQUEUES is not about that."""
+    job = slow_job(sbatch="--time=30", STEP_SECONDS=str(0.1 * PREEMPTIONS), MAX_REQUEUES="0")
+    for number in range(1, PREEMPTIONS + 1):
+        time.sleep(20)
+        cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
+        job.wait_for("^resumed from", count=number)
+    job.finish(timeout=200)
+    log = job.log()
+    assert log.count("ddp: preempted, and queued again") == log.count("stopped after a signal") == PREEMPTIONS
     is_whole(job, undisturbed)
 
 
@@ -148,5 +204,5 @@ def test_stopped_rank(launcher, slow_job):
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     log = job.finish("FAILED")
-    assert time.monotonic() - stopped < 8 + 10
+    assert time.monotonic() - stopped < 8 + (30 if launcher == "mpirun" else 10)  # it waits 5 s for each process
     assert "Timeout (0:00:08)!" in log

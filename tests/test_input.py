@@ -43,11 +43,19 @@ def test_no_data_and_no_network(tmp_path, monkeypatch):
     ("--log-dir /dev/null/log", ["/dev/null/log", os.strerror(20)]),
     ("--checkpoint-dir /proc/here", ["/proc/here"]),
     ("--seed 20000000000000", ["--seed: 20000000000000"]),
+    ("--device xpu", ["0 xpu devices", "--device cpu"]),
+    ("--device cuda:7", ["0 cuda:7 devices"]),
+    ("--compile", ["--compile needs a C++ compiler"]),
 ], ids=lambda value: value if isinstance(value, str) else "")
-def test_wrong_flag(flags, says, tmp_path):
+def test_wrong_flag(flags, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-compiler")
     line = refused_here(f"mnist/single.py --synthetic 320 {flags}", tmp_path)
     for part in says:
         assert part in line
+
+
+def test_global_batch_that_does_not_divide(tmp_path):
+    assert "take a multiple of 3" in refused_here("imagenet/single.py --synthetic 320 -G 32 --accumulate 3", tmp_path)
 
 
 @pytest.mark.parametrize("flags", ["-n 2 -nr 2", "-n 2 -nr 1"], ids=["no such machine", "no address of the first"])
@@ -161,7 +169,7 @@ def test_broken_checkpoint(log, tmp_path):
     assert "log/last.pt" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
     output = compute(f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume auto", cwd=tmp_path)
     assert "skipped log/last.pt: " in output
-    assert "resumed from log/previous.pt at epoch 2, sample 0" in output
+    assert "resumed from log/previous.pt at epoch 2, sample 320" in output
     assert (log / "last.pt.damaged").read_bytes() == whole[:-1000], "it is set aside, and not lost"
     for path in log.glob("*.pt"):
         path.write_bytes(b"")

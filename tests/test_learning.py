@@ -7,8 +7,6 @@ from forked import compute
 from launch import strategies
 from recipes import ROOT
 
-from common import models
-
 
 def learns(command, epochs, images, cwd):
     """The validation accuracy after the last epoch of a run with the defaults."""
@@ -19,17 +17,14 @@ def learns(command, epochs, images, cwd):
     return last["val"]["accuracy"]
 
 
-@pytest.mark.parametrize("model", models.MODELS)
-@pytest.mark.parametrize("strategy", ["single", "ddp_launch"])
+@pytest.mark.parametrize(("strategy", "model"), [("single", "lenet"), ("ddp_launch", "convnet")])
 def test_real_mnist(strategy, model, real_data, tmp_path):
-    """Each model learns with the defaults, on one process and on four."""
+    """Each model learns with the defaults, one on one process and one on four; test_parity.py shows they are equal."""
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(4, ROOT / "mnist")}[strategy]
     assert learns(f"{command} --data-dir {real_data('mnist')} --model {model}", 1, 10_000, tmp_path) >= 0.97
 
 
-@pytest.mark.parametrize(("strategy", "epochs", "accuracy"), [("single", 1, 0.45), ("ddp_launch", 1, 0.4)])
-def test_real_cifar10(strategy, epochs, accuracy, real_data, tmp_path):
+def test_real_cifar10(real_data, tmp_path):
     """The model for users without a GPU learns with the defaults."""
-    command = {"single": f"python {ROOT}/cifar10/single.py", **strategies(2, ROOT / "cifar10")}[strategy]
-    command += f" --data-dir {real_data('cifar10')} --model convnet"
-    assert learns(command, epochs, 10_000, tmp_path) >= accuracy
+    command = f"python {ROOT}/cifar10/single.py --data-dir {real_data('cifar10')} --model convnet"
+    assert learns(command, 1, 10_000, tmp_path) >= 0.45

@@ -1,10 +1,11 @@
 """The same seed and global batch give the same training, whatever the strategy and the number of processes."""
 
 import json
+import shutil
 
 import pytest
 from forked import compute
-from launch import TOLERANCE, checkpoint, largest_difference, need_horovod, strategies
+from launch import TOLERANCE, checkpoint, largest_difference, need, need_horovod, strategies
 from recipes import in_float64, small
 
 GLOBAL_BATCH, LR = 32, 0.04
@@ -13,10 +14,10 @@ GLOBAL_BATCH, LR = 32, 0.04
 TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --warmup-epochs 0 --device cpu"
 
 
-def train(command, processes, folder, log_dir, dataset="mnist"):
+def train(command, processes, folder, log_dir, dataset="mnist", flags=""):
     """The weights after 20 steps."""
-    compute(f"{command} {TRAINING} {small(dataset)} --batch-size {GLOBAL_BATCH // processes} --lr {LR / processes} "
-        f"--log-dir {log_dir}", cwd=folder)
+    compute(f"{command} {TRAINING} {small(dataset)} {flags} --batch-size {GLOBAL_BATCH // processes} "
+            f"--lr {LR / processes} --log-dir {log_dir}", cwd=folder)
     return checkpoint(log_dir)["model"]
 
 
@@ -39,18 +40,22 @@ def single(tmp_path_factory):
     "mnist dp 1",  # only to run its code: on the CPU it is the bare model, on one process
     *(f"mnist {name} 2" for name in strategies(1, "")), "mnist ddp_launch 4", "mnist hvd_gloo 4",
     # test_siblings.py shows that the others differ from these only in what is specific to a data set
-    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2"])
+    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2",
+    # the flags for speed
+    "cifar10 ddp_launch 2 --channels-last", "mnist hvd_gloo 2 --channels-last", "mnist ddp_spawn 2 --compile"])
 def test_parity(case, single, tmp_path):
-    dataset, name, processes = case.split()
+    dataset, name, processes, *more = case.split()
     if name.startswith("hvd"):
         need_horovod(name)
     folder, expected = single(dataset)
     command = {"dp": f"python {folder}/dp.py", **strategies(processes, folder)}[name]
-    weights = train(command, int(processes), tmp_path, tmp_path / "log", dataset)
+    if "--compile" in more:
+        need(shutil.which("g++"), "g++, which torch.compile needs on the CPU")
+    weights = train(command, int(processes), tmp_path, tmp_path / "log", dataset, " ".join(more))
     assert largest_difference(weights, expected) < TOLERANCE
 
 
-WRAPPER = "    model = DistributedDataParallel(model)"
+WRAPPER = "    model = DistributedDataParallel(model, gradient_as_bucket_view=True)"
 HOROVOD_OPTIMIZER = """    optimizer = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)"""

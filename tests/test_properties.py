@@ -33,10 +33,10 @@ def update(metrics, sizes, seed):
 @given(st.lists(st.tuples(batches, seeds), min_size=1, max_size=5), st.lists(st.tuples(batches, seeds), max_size=5))
 def test_metrics_are_those_of_all_images(ranks, before):
     """However the images are split over ranks and batches, and by a resume: the mean over all images."""
-    earlier, later = [Metrics("cpu") for _ in before], None
+    earlier, later = [Metrics(torch.device("cpu")) for _ in before], None
     seen = [update(one, *rank) for one, rank in zip(earlier, before, strict=True)]
     sums = sum(one.sums for one in earlier).tolist() if earlier else None
-    later = [Metrics("cpu", before=sums) for _ in ranks]
+    later = [Metrics(torch.device("cpu"), before=sums) for _ in ranks]
     seen += [update(one, *rank) for one, rank in zip(later, ranks, strict=True)]
     total = sum(one.sums for one in later)
     losses, right = ([value for rank in seen for value in rank[k]] for k in (0, 1))
@@ -51,7 +51,7 @@ def test_metrics_are_those_of_all_images(ranks, before):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_loss_that_is_not_finite(bad):
     """The sum over the ranks shows it, whatever rank and batch it was in."""
-    ranks, labels = [Metrics("cpu") for _ in range(3)], torch.zeros(2, dtype=torch.int64)
+    ranks, labels = [Metrics(torch.device("cpu")) for _ in range(3)], torch.zeros(2, dtype=torch.int64)
     for loss in (1.0, bad, 1.0):
         ranks[1].update(torch.tensor(loss), torch.zeros(2, 10), labels)
     ranks[0].update(torch.tensor(1.0), torch.zeros(2, 10), labels)

@@ -43,6 +43,7 @@ ELSEWHERE = {
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": "a job that trains for long",
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
+    "sbatch slurm/ddp_elastic.sh": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
@@ -52,8 +53,11 @@ ELSEWHERE = {
     "--device cpu": "an example with its figures",
     "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py --data load": "it has to be there",
     # tests/test_benchmarks.py has these, in a smaller size
-    "make benchmarks": "a quarter of an hour",
-    "python benchmarks/scaling.py --out benchmarks/results": "minutes",
+    "make benchmarks": "an hour",
+    "make gpu": "it measures a GPU",
+    "python benchmarks/host_time.py": "a minute",
+    "python benchmarks/peers.py": "it needs the checkouts of others",
+    "python benchmarks/scaling.py": "minutes",
     "python benchmarks/startup.py": "it would write over benchmarks/results",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
     "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1":
@@ -65,12 +69,17 @@ ELSEWHERE = {
     "scripts/install_horovod.sh": "make test has run it",
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": "tests/launch.py sets them for all tests",
     "python -m torch.distributed.launch": "a name in a sentence",
-    "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
+    "horovodrun --min-np": "a name in a sentence",
+    "mpirun --bind-to core": "a name in a sentence",
+    'pip install --no-build-isolation --config-settings "--build-option=--cpp_ext --cuda_ext" '
+    "git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
+    "pip download --no-deps --no-binary :all: horovod==0.28.1": "done by scripts/install_horovod.sh",
     "srun --jobid=JOBID --overlap --nodelist=node2 --pty bash": "a shell for a person",
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
 # Flags appended to a script that is not a recipe; add new scripts here
-EXTRA_FLAGS = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20"}
+EXTRA_FLAGS = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20",
+               "tests/pretended_gpu.py": ""}
 
 
 def commands_of(document):
@@ -227,7 +236,11 @@ class Reader:
             self.long_run = Job("exec python mnist/single.py --epochs 1000 --device cpu", self.folder)
             self.long_run.wait_for("epoch 1/")
         self.run(command.replace("PID", str(self.long_run.process.pid)))
-        self.long_run.wait_for("Current thread" if "USR2" in command else "stopped by SIGUSR1")
+        if "USR2" in command:
+            self.long_run.wait_for("Current thread")
+        else:
+            assert self.long_run.finish() == 0
+            self.long_run = None
 
     def close(self):
         if self.long_run:
@@ -279,6 +292,7 @@ PRINTS = {
     f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
     f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
     # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket view strides"]
+    # it needs a GPU: ["CUDA out of memory"]
     # tests/test_faults.py, whose ranks hang, or are killed: ["Timeout (0:10:00)!", "Connection closed by peer"]
 }
 

@@ -1,6 +1,7 @@
 """A run that was killed and resumed ends with exactly the weights of an undisturbed one."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -10,14 +11,14 @@ import time
 import pytest
 from forked import ForkedJob, compute
 from launch import Job, assert_same, checkpoint, largest_difference, need_horovod, random_seed, run, strategies
-from recipes import ROOT, STEP, changed_copy, small
+from recipes import ROOT, STEP, changed_copy, in_float64, small
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
 
-# One kill where the launcher itself is started, which takes longest
-KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 5, "hvd_gloo": 3, "hvd_mpi": 1}
-RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10", "hvd_mpi": "mnist"}
+# How often each run is killed. ddp_spawn.py is started as a user does, which takes longest. DEFAULTS has one under MPI.
+KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 3, "hvd_gloo": 2}
+RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
 IMAGES, EPOCHS, STEPS = 2048, 4, 16  # global batches of 128
 
@@ -70,14 +71,14 @@ def assert_same_run(a, b):
 
 
 @pytest.mark.timeout(1200)  # it starts twelve times
-@pytest.mark.parametrize("strategy", RUNS)
+@pytest.mark.parametrize("strategy", KILLS)
 def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
     flags = f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 " \
             f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
     command, quick = (f"{start(name, ROOT / RUNS[strategy])} {flags}" for name in (strategy, forked(strategy)))
     assert "starting from the beginning" in compute(f"{quick} --log-dir whole", cwd=tmp_path)
-    start_job = Job if KILLS[strategy] == 1 else ForkedJob
+    start_job = Job if strategy == "ddp_spawn" else ForkedJob
     draw, folder = random.Random(random_seed()), tmp_path / "part"
     # In the first half of the run, so that the kill comes before its end
     for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=KILLS[strategy])):
@@ -153,12 +154,11 @@ def test_last_checkpoint_damaged(tmp_path):
     assert last.with_name("last.pt.damaged").read_bytes() == content
 
 
-@pytest.mark.parametrize("strategy", RUNS)
+@pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
 def test_warned_and_resumed(strategy, tmp_path):
     """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
-    flags = f"--synthetic {2 * IMAGES} --epochs 6 --model lenet --device cpu --timeout 60 {FLAGS[RUNS[strategy]]} " \
-            "--resume auto"
-    command, quick = (f"{start(name, ROOT / RUNS[strategy])} {flags}" for name in (strategy, forked(strategy)))
+    flags = f"--synthetic {2 * IMAGES} --epochs 6 --model lenet --device cpu --timeout 60 --resume auto"
+    command, quick = (f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy)))
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
     job.wait_for("epoch 1/")
@@ -169,11 +169,92 @@ def test_warned_and_resumed(strategy, tmp_path):
                     and not process.name().startswith("sh"))
     told.send_signal(signal.SIGUSR1)
     assert job.finish(30) == 0, job.output()
-    assert job.output().count("stopped by SIGUSR1") == 1
+    assert job.output().count("stopped after a signal") == 1
     assert "Traceback" not in job.output()
     assert checkpoint(tmp_path / "part")["epoch"] < 6
     assert compute(f"{quick} --log-dir part", cwd=tmp_path).count("resumed from part/last.pt") == 1
     assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part"))
+
+
+MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which each run is told to stop
+STATUS = {"single": 0, "ddp_spawn": 0, "ddp_launch": 1, "hvd_gloo": 0, "hvd_mpi": 1}  # of the launcher
+
+
+@pytest.mark.timeout(600 + 60 * MOMENTS)
+@pytest.mark.parametrize("strategy", STATUS)
+def test_told_to_stop_at_any_moment(strategy, tmp_path):
+    """SIGTERM to the launcher alone; after the start no step is lost, and --resume auto takes the run up each time."""
+    flags = f"--synthetic 19200 --epochs {3 + MOMENTS} --model lenet --device cpu --test-batch-size 10 --resume auto"
+    command, quick = (f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy)))
+    command = command.replace("mpirun ", "mpirun -mca odls_base_sigkill_timeout 5 ")  # it always waits that long
+    compute(f"{quick} --log-dir whole", cwd=tmp_path)
+    draw, folder = random.Random(random_seed()), tmp_path / "part"
+    for _ in range(MOMENTS):
+        job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
+        if draw.random() < 0.8:
+            job.wait_for("results, TensorBoard")
+        time.sleep(draw.uniform(0, 4))
+        if not job.running():
+            break
+        job.process.terminate()
+        status, output = job.finish(60), job.output()
+        print(strategy, status, output)
+        if f"epoch {3 + MOMENTS}/" in output:
+            break  # it came in the last evaluation
+        if "world size" not in output:
+            assert status != 0, "nothing has begun"
+        else:
+            assert status == STATUS[strategy], output
+            stop = re.search(r"stopped after a signal at epoch (\d+), sample (\d+)", output)
+            assert stop, output
+            saved = checkpoint(folder)
+            assert (saved["epoch"] + 1, saved["samples"]) == tuple(map(int, stop.groups()))
+    compute(f"{quick} --log-dir part", cwd=tmp_path)
+    assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(folder))
+
+
+def test_told_twice(tmp_path):
+    """The second SIGTERM ends a run that does not come to its next check."""
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + "        __import__('time').sleep(1)\n")
+    job = Job(f"exec python {copy}/single.py --synthetic --model lenet --device cpu --log-dir log", cwd=tmp_path)
+    job.wait_for("results, TensorBoard")
+    job.process.terminate()
+    time.sleep(2.5)
+    assert job.running()
+    job.process.terminate()
+    assert job.finish(5) == 143
+
+
+def test_killed_in_an_evaluation(two_epochs, tmp_path):
+    """The training before it is saved: the run goes on with this evaluation."""
+    line = "    for images, labels in run.progress(val):\n"
+    copy = changed_copy(tmp_path, "mnist/single.py", line, line + "        __import__('signal').raise_signal(9)\n")
+    flags = f"{TWO_EPOCHS} --log-dir part"
+    run(f"exec python {copy}/single.py {flags}", tmp_path, -9)
+    assert (checkpoint(tmp_path / "part")["epoch"], checkpoint(tmp_path / "part")["samples"]) == (0, 256)
+    compute(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
+    assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
+
+
+def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
+    """Stopped at random samples: together they use each sample once, and end where one process ends."""
+    line = ("        import os, signal\n        k = run.steps * run.args.batch_size\n"
+            "        with open(f'used-{run.rank}', 'a') as file:\n"
+            "            print(*train.indices()[k:k + run.args.batch_size].tolist(), file=file)\n"
+            "        if run.samples == int(os.environ['STOP_AT']): signal.raise_signal(signal.SIGTERM)\n")
+    in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, STEP + line)  # 50 steps in float32 let rounding grow to 1e-3
+    flags = "--synthetic 1200 --epochs 1 --model lenet --global-batch-size 24 --device cpu --log-interval 1"
+    compute(f"python mnist/single.py {flags} --log-dir whole", cwd=tmp_path)
+    draw = random.Random(random_seed())
+    for size, step in zip((4, 2, 1, 3), [*sorted(draw.sample(range(49), 3)), 50], strict=True):
+        compute(f"torchrun --standalone --nproc-per-node={size} mnist/ddp_launch.py {flags} --log-dir part "
+                "--resume auto", cwd=tmp_path, STOP_AT=str(24 * step))
+        assert checkpoint(tmp_path / "part")["samples"] == (24 * (step + 1) if step < 50 else 0)
+    used = [int(index) for path in tmp_path.glob("used-*") for index in path.read_text().split()]
+    assert sorted(used) == list(range(1200))
+    whole, saved = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
+    assert largest_difference(saved["model"], whole["model"]) < 1e-5
+    assert saved["history"][0]["train"]["images"] == 1200
 
 
 TWO_EPOCHS = "--synthetic 256 --epochs 2 --model lenet --device cpu"  # 4 steps in each
@@ -195,7 +276,7 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
     raised = f"        if (run.epoch, run.samples) == ({epoch}, {sample}): __import__('signal').raise_signal(10)\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
     flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
-    assert compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped by SIGUSR1") == 1
+    assert compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped after a signal") == 1
     saved = checkpoint(tmp_path / "part")
     steps = (saved["epoch"] - epoch) * 4 + (saved["samples"] - sample) // 64
     assert 1 <= steps <= interval
@@ -259,7 +340,7 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     if copied:
         shutil.copytree(tmp_path / "first" / "log", tmp_path / "second" / "log")
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    jobs = [Job(f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
+    jobs = [ForkedJob(f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
             for k, machine in enumerate(("first", "second"))]
     assert [job.finish() for job in jobs] == [0 if copied else 2] * 2, [job.output() for job in jobs]
     first, second = (job.output() for job in jobs)

@@ -1,8 +1,11 @@
-"""scripts/export.py."""
+"""scripts/export.py and scripts/install_horovod.sh."""
+
+import os
+from pathlib import Path
 
 import torch
 from forked import compute, refused
-from launch import run
+from launch import HOROVOD, need, need_horovod, run
 from recipes import ROOT
 from safetensors.torch import load_file
 
@@ -10,7 +13,7 @@ EXPORT = f"python {ROOT}/scripts/export.py"
 
 
 def test_export(tmp_path):
-    compute(f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --log-dir log", cwd=tmp_path)
+    compute(f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --channels-last --log-dir log", cwd=tmp_path)
     assert compute(f"{EXPORT} log/best.pt weights.safetensors", cwd=tmp_path) == ""
     weights, model = load_file(tmp_path / "weights.safetensors"), torch.load(tmp_path / "log" / "best.pt")["model"]
     assert weights.keys() == model.keys()
@@ -28,3 +31,19 @@ def test_export(tmp_path):
 def test_export_without_safetensors(tmp_path):
     (tmp_path / "safetensors.py").write_text("raise ImportError")
     assert "pip install safetensors" in run(f"{EXPORT} a b", tmp_path, status=2, PYTHONPATH=str(tmp_path))
+
+
+def test_horovod_has_nccl_where_nvcc_is():
+    """All tests of Horovod use this build, on the CPU."""
+    need_horovod()
+    import horovod.torch as hvd
+
+    nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    need(nvcc.exists(), f"the CUDA toolkit, then again {HOROVOD}")
+    assert hvd.nccl_built()
+
+
+def test_horovod_from_another_file(tmp_path):
+    (tmp_path / "other.tar.gz").write_text("another version")
+    shown = run(f"{ROOT}/scripts/install_horovod.sh", tmp_path, status=1, HOROVOD_SDIST="other.tar.gz")
+    assert "other.tar.gz: FAILED" in shown

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.check
 
 SECTIONS = ["parse_args", "train_one_epoch", "evaluate", "main"]
 LINES = {"mnist": 125, "cifar10": 125, "imagenet": 140}
-LONGEST_FUNCTION = {"mnist": 42, "cifar10": 42, "imagenet": 48}  # main: it shows all that the strategy sets up
+LONGEST_FUNCTION = {"mnist": 43, "cifar10": 43, "imagenet": 49}  # main: it shows all that the strategy sets up
 # the most lines in which a recipe may differ from the one it is read beside
 BUDGETS = {"dp.py": 12, "ddp_spawn.py": 45, "ddp_launch.py": 35, "hvd.py": 40, "ddp_amp.py": 15, "apex_amp.py": 15}
 # What is specific to a data set (as a regular expression, and what that stands for); all else is the same.
@@ -133,7 +133,7 @@ def test_sizes():
         taken = length(path for path in carried(recipe) if path.parent.name == "common")
         assert {"run.py", "data.py", "checkpoint.py"} < taken.keys()
         if recipe.parent.name == "mnist":
-            assert sum(taken.values()) <= 800, taken
+            assert sum(taken.values()) <= 840, taken
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

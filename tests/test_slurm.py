@@ -18,6 +18,10 @@ SIZE = f"{TRAINING} --batch-size 8 --lr 0.01"  # on four processes
 TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
 LAUNCHES = {
     "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
+    "ddp on one node": "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
+                       f"{TRAINING} --batch-size 16 --lr 0.02",
+    "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py "
+                f"{SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
     "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
     "hvd srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
@@ -39,25 +43,12 @@ def test_launch(name, cluster, one_process, tmp_path):
         need_horovod("mpi")
     job = SlurmJob(cluster, tmp_path, LAUNCHES[name], LAUNCHER=name.split()[-1])
     log = job.finish()
-    world_size = 1 if name == "single" else 4
+    world_size = {"single": 1, "ddp on one node": 2}.get(name, 4)
     assert len(re.findall(rf"^mnist: .* world size {world_size} \|", log, re.MULTILINE)) == 1
     assert log.count("epoch 2/2: ") == 1
     assert json.loads((job.runs() / "results.json").read_text())["world_size"] == world_size
     assert checkpoint(job.runs())["epoch"] == 2
     assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
-
-
-def test_the_same_losses_on_one_node_and_on_two(cluster, tmp_path):
-    """Four processes: as two on each of two nodes, and as four on one."""
-    losses = []
-    for shape in (TWO_BY_TWO, "--nodes=1 --gpus-per-node=4 --cpus-per-task=4"):
-        folder = tmp_path / str(len(losses))
-        folder.mkdir()
-        job = SlurmJob(cluster, folder, f"{shape} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}")
-        job.finish()
-        epochs = json.loads((job.runs() / "results.json").read_text())["epochs"]
-        losses += [[epoch[part]["loss"] for epoch in epochs for part in ("train", "val")]]
-    assert losses[0] == losses[1]
 
 
 def test_array_and_its_table(cluster, tmp_path):
@@ -88,7 +79,7 @@ def test_slurm_takes_the_file_as_it_stands(file, cluster):
 
 
 def test_what_the_files_name_is_there():
-    assert len(JOBS) == 5
+    assert len(JOBS) == 7
     for file in FILES:
         text = file.read_text()
         assert not re.search(r"^#\s+SBATCH|^##SBATCH", text, re.MULTILINE), f"{file}: a line that SLURM ignores"
@@ -102,9 +93,10 @@ def test_what_the_files_name_is_there():
 
 
 HOSTS = {
-    "horovodrun -H": "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py",
+    "horovodrun -H": "horovodrun -np 2 -H node1:1,node2:1 python cifar10/hvd.py",
     "horovodrun.sh": "slurm/horovodrun.sh hosts cifar10/hvd.py",
     "mpirun.sh": "slurm/mpirun.sh hosts cifar10/hvd.py",
+    "mpirun.sh, DDP": "slurm/mpirun.sh hosts cifar10/ddp_launch.py",
 }
 
 
@@ -112,23 +104,23 @@ HOSTS = {
 def test_hosts_reached_by_ssh(name, cluster, tmp_path):
     need_horovod("mpi")
     link_repository(tmp_path)
-    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
     output = cluster.run(f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path)
-    assert len(re.findall(r"cifar10: .* world size 4 \|", output)) == 1
+    assert len(re.findall(r"cifar10: .* world size 2 \|", output)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
 
 @pytest.mark.parametrize("name", ["torchrun", "ddp_spawn"])
 def test_two_machines_without_slurm(name, cluster, tmp_path):
-    """The README's lines for two machines, one started on each."""
+    """The README's lines for two machines, one started on each, here with one process."""
     link_repository(tmp_path)
-    lines = {"torchrun": "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
+    lines = {"torchrun": "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
                          "cifar10/ddp_launch.py",
-             "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr {}"}
+             "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr {}"}
     line = f"{lines[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log"
     here = f"cd {tmp_path}; export PATH={cluster.environment['PATH']};"
     output = cluster.run(" & ".join(f"ssh node{nr + 1} '{here} {line.format(nr)}'" for nr in (0, 1)) + " & wait")
-    assert len(re.findall(r"^cifar10: .* world size 4 \|", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^cifar10: .* world size 2 \|", output, re.MULTILINE)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
 

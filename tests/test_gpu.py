@@ -1,0 +1,216 @@
+"""Every recipe on a pretended GPU (pretended_gpu.py): it computes what it computes on the CPU, and never waits."""
+
+import json
+import shutil
+import tarfile
+from collections import Counter
+
+import pytest
+import torch
+from conftest import SHARED
+from forked import compute, refused
+from launch import checkpoint, largest_difference, need, need_horovod, run
+from recipes import DATASETS, RECIPES, ROOT, name_of, small
+
+START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
+TWO = "torchrun --nproc-per-node=2"
+# 24 steps on 2 processes with 16 images each, or on 1 with 32; LeNet has neither BatchNorm nor dropout
+TRAINING = "--synthetic 384 --epochs 2 --model lenet --warmup-epochs 0 --log-interval 5"
+
+
+@pytest.fixture(scope="session")
+def apex(tmp_path_factory):
+    """A folder with Apex, without its extensions in C++ and CUDA."""
+    archive, folder = SHARED / "apex-25.05.tar.xz", tmp_path_factory.mktemp("apex")
+    need(archive.exists(), f"{archive}: NVIDIA Apex at tag 25.05")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return str(next(folder.rglob("apex/__init__.py")).parents[1])
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory):
+    """A function that gives the checkpoint after the same training, on one process and on the CPU."""
+    done = {}
+
+    def of(dataset):
+        if dataset not in done:
+            done[dataset] = tmp_path_factory.mktemp("cpu")
+            compute(f"python {ROOT}/{dataset}/single.py {TRAINING} {small(dataset)} -b 32 --lr 0.04 --log-dir log "
+                    "--device cpu", cwd=done[dataset])
+        return checkpoint(done[dataset] / "log")
+
+    return of
+
+
+def final_loss(saved):
+    return saved["history"][-1]["train"]["loss"]
+
+
+def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
+    """What a recipe prints on pretended GPUs, and what it does in each step: (launches, [lines that wait])."""
+    if recipe.name == "hvd.py":
+        need_horovod("gloo")
+    start = START.get(recipe.name, TWO)
+    if recipe.name == "ddp_spawn.py":
+        start, flags = "python", f"-g 2 {flags}"
+    steps = cwd / "steps"
+    steps.unlink(missing_ok=True)
+    printed = compute(f"{start} {recipe} {flags}", cwd, status, PRETENDED_GPUS=str(gpus), PRETENDED_STEPS=str(steps),
+                      **environment)
+    return printed, [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
+    """Training, evaluation, checkpoint, kill and resume give the weights that the CPU gives in one go."""
+    one = recipe.name in ("single.py", "dp.py")
+    environment, flags = {}, f"{TRAINING} {small(recipe.parent.name)} --checkpoint-every 4 --log-dir log --resume auto"
+    flags += " -b 32 --lr 0.04" if one else " -b 16 --lr 0.02"
+    if recipe.name == "apex_amp.py":
+        environment["PYTHONPATH"], flags = request.getfixturevalue("apex"), f"{flags} --opt-level O0"
+    killed = 1 if recipe.name == "ddp_spawn.py" else 9
+    pretended(recipe, flags, tmp_path, status=killed, KILLED_AFTER="6", **environment)
+    printed, steps = pretended(recipe, flags, tmp_path, **environment)
+    assert "resumed from" in printed
+    assert "cuda (pretended GPU)" in printed
+    assert len(steps) == 24 - 4
+    ours, expected = checkpoint(tmp_path / "log"), on_the_cpu(recipe.parent.name)
+    if recipe.name == "ddp_amp.py":  # bf16 has 8 bits
+        assert final_loss(ours) == pytest.approx(final_loss(expected), rel=0.01)
+    else:
+        assert largest_difference(ours["model"], expected["model"]) < 1e-4
+
+
+# Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.15
+LAUNCHES = {"mnist/single.py": 39, "mnist/ddp_launch.py": 50, "cifar10/single.py": 174, "cifar10/dp.py": 829,
+            "cifar10/ddp_launch.py": 239, "cifar10/ddp_amp.py": 286,
+            "cifar10/apex_amp.py": 415, "cifar10/hvd.py": 174}  # those of Horovod itself are not counted
+
+
+def costs(recipe, cwd, more="", **environment):
+    """(launches per step, [lines that wait]) of one epoch of 14 steps; not the one line at a log interval."""
+    one = recipe.name == "single.py"
+    flags = f"--log-interval 5 --epochs 1 --lr 0.001 --synthetic {28 if one else 56} -b 2"
+    flags += " -b 4" * (recipe.name == "dp.py") + more
+    _, steps = pretended(recipe, flags, cwd, gpus=1 if one else 2, **environment)
+    waits = [line for _, lines in steps[2:] for line in lines if not (line.startswith("run.py") and "tolist" in line)]
+    return Counter(launches for launches, _ in steps).most_common(1)[0][0], waits
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_costs_of_a_step(name, tmp_path, request):
+    """No step of the default model waits between two log intervals, or starts more kernels than it has to."""
+    recipe = ROOT / name
+    environment = {"PYTHONPATH": request.getfixturevalue("apex")} if recipe.name == "apex_amp.py" else {}
+    launches, waits = costs(recipe, tmp_path, **environment)
+    if recipe.name == "apex_amp.py":  # it asks in each step whether fp16 overflowed
+        waits = [line for line in waits if not line.startswith("apex_amp.py")]
+    assert not waits
+    assert launches <= 1.05 * LAUNCHES[name]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_apex(level, apex, on_the_cpu, tmp_path):
+    """Killed and resumed within an epoch, on two ranks."""
+    recipe, flags = ROOT / "mnist" / "apex_amp.py", f"{TRAINING} -b 16 --lr 0.02 --opt-level {level} --log-dir log"
+    pretended(recipe, f"{flags} --checkpoint-every 4", tmp_path, status=9, KILLED_AFTER="10", PYTHONPATH=apex)
+    printed, _ = pretended(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
+    assert f"Apex {level}" in printed
+    assert final_loss(checkpoint(tmp_path / "log")) == pytest.approx(final_loss(on_the_cpu("mnist")), rel=0.01)
+
+
+@pytest.mark.parametrize("dataset", DATASETS, ids=lambda folder: folder.name)
+def test_fp16(dataset, tmp_path):
+    flags = f"{TRAINING} {small(dataset.name)} -b 16 --lr 0.02 --amp-dtype fp16 --log-dir log"
+    pretended(dataset / "ddp_amp.py", flags, tmp_path)
+    saved = checkpoint(tmp_path / "log")
+    assert saved["scaler"]["scale"] > 1
+    assert final_loss(saved) < saved["history"][0]["train"]["loss"]
+
+
+def test_fp16_skips_the_first_step(tmp_path):
+    """Its gradient overflows when the scaler multiplies it by 65536. (Fused SGD then leaves its momentum unset.)"""
+    flags = "--model convnet --synthetic 96 -b 2 --epochs 1 --lr 1e-4 --log-dir log --amp-dtype fp16"
+    pretended(ROOT / "mnist" / "ddp_amp.py", flags, tmp_path)
+    assert checkpoint(tmp_path / "log")["scaler"]["scale"] < 65536
+
+
+SYNC_BN = "--synthetic 384 --epochs 1 --model convnet --warmup-epochs 0 --image-size 32 --log-dir log"
+
+
+@pytest.mark.parametrize("recipe", ["ddp_launch.py", "ddp_spawn.py", "ddp_amp.py", "hvd.py"])
+def test_sync_bn(recipe, tmp_path):
+    """Two processes, and the flags together: BatchNorm over both gives the weights of one process."""
+    flags = "--sync-bn --channels-last --accumulate 2 --profile -b 8 --lr 0.02"
+    printed, _ = pretended(ROOT / "imagenet" / recipe, f"{SYNC_BN} {flags}", tmp_path)
+    assert "trace-epoch-0001" in printed
+    of_two = checkpoint(tmp_path / "log")["model"]
+    shutil.rmtree(tmp_path / "log")
+    compute(f"python {ROOT}/imagenet/single.py {SYNC_BN} --accumulate 2 -b 16 --lr 0.04 --device cpu", tmp_path)
+    of_one = checkpoint(tmp_path / "log")["model"]
+    assert largest_difference(of_two, of_one) < (0.1 if recipe == "ddp_amp.py" else 1e-3)
+
+
+MUTANTS = {  # name: (recipe, changed file, line, replacement)
+    "a label on the CPU": ("mnist/single.py", "common/data.py", "self.labels.to(device)", "self.labels"),
+    "an index list in each step": (
+        "mnist/single.py", "common/data.py", "            yield self.images.index_select(0, batch), ",
+        "            yield self.images[batch.tolist()], "),
+    ".item() in the loop": ("mnist/ddp_launch.py", "common/metrics.py", "loss.detach()", "loss.item()"),
+    "BatchNorm on the CPU": (
+        "imagenet/hvd.py", "imagenet/networks.py", "layer.to(part.weight.device)", "layer"),
+    "a broadcast in forward": (
+        "mnist/ddp_launch.py", "mnist/ddp_launch.py", "model.broadcast_buffers = False", "pass"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant(mutant, tmp_path):
+    """What a pretended GPU is for: each of these trains on the CPU as before."""
+    recipe, changed, line, replacement = MUTANTS[mutant]
+    for folder in ("common", recipe.partition("/")[0]):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    text = (tmp_path / changed).read_text()
+    assert text.count(line) == 1
+    (tmp_path / changed).write_text(text.replace(line, replacement))
+    more = " --image-size 32 -a convnet" if recipe.startswith("imagenet") else ""
+    start = START.get(recipe.partition("/")[2], TWO)
+    compute(f"{start} {tmp_path}/{recipe} --synthetic 48 --epochs 1 -b 2 --device cpu {more}", tmp_path)
+    try:
+        launches, waits = costs(tmp_path / recipe, tmp_path, more and f"{more} --sync-bn")
+    except AssertionError as error:
+        assert "to be on the same device" in str(error)
+    else:
+        assert waits or launches > 1.05 * LAUNCHES[recipe]
+
+
+def test_horovod_without_nccl(tmp_path):
+    need_horovod("gloo")
+    printed, _ = pretended(ROOT / "mnist" / "hvd.py", "--synthetic", tmp_path, status=2, PRETENDED_NCCL="0")
+    assert "Horovod was built without NCCL: run scripts/install_horovod.sh" in printed
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    line = refused(f"PRETENDED_GPUS=1 python {ROOT}/mnist/single.py --synthetic --device xpu", tmp_path)
+    assert "0 xpu devices" in line
+
+
+def test_too_few_gpus(tmp_path):
+    printed, _ = pretended(ROOT / "mnist" / "ddp_spawn.py", "--synthetic", tmp_path, gpus=1, status=2)
+    assert "torch sees 1 cuda devices for 2 processes" in printed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["single.py", "dp.py", "ddp_spawn.py", "ddp_launch.py", "hvd.py"])
+def test_a_real_gpu(name, on_the_cpu, tmp_path):
+    """One process on the GPU of this machine: make gpu starts these tests."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    start = START.get(name, "python" if name == "ddp_spawn.py" else TWO)
+    if name == "hvd.py":
+        need_horovod("gloo")
+    start = start.replace("-np 2", "-np 1").replace("node=2", "node=1")
+    flags = f"{TRAINING} -b 32 --lr 0.04 --log-dir log" + " -g 1" * (name == "ddp_spawn.py")
+    run(f"{start} {ROOT}/mnist/{name} {flags}", tmp_path, CUDA_VISIBLE_DEVICES="0", NVIDIA_TF32_OVERRIDE="0")
+    assert largest_difference(checkpoint(tmp_path / "log")["model"], on_the_cpu("mnist")["model"]) < 1e-3
