@@ -70,7 +70,6 @@ class DataObject:
             self.source = dataset
         else:
             from common.loader import Loader  # here, as an ImageTensor does not need it
-
             self.source = Loader(dataset, getattr(sampler, "seed", 0), workers, pin_memory=device.type != "cpu")
         mean, std = torch.tensor(getattr(dataset, "mean_std", ((0.5,), (0.5,))), device=device).view(2, 1, -1, 1, 1)
         self.scale, self.shift = 1 / (255 * std), -mean / std

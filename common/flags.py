@@ -16,10 +16,9 @@ from common.processes import fail
 class Parser(argparse.ArgumentParser):
     """Accepts --batch_size for --batch-size, and reports an error in one line."""
 
-    lrs = None  # the default of --lr for each --model
-
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        self.lrs = None  # the default of --lr for each --model
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else args

@@ -60,8 +60,7 @@ def arm_watchdog(run) -> None:
     """End this process, with its stacks, unless called again within --timeout; shortly before, write_collectives."""
     faulthandler.dump_traceback_later(run.args.timeout, exit=True, file=sys.__stderr__)
     if "TORCH_FR_BUFFER_SIZE" in os.environ:
-        if run.recorder:
-            run.recorder.cancel()
+        run.recorder.cancel()
         run.recorder = threading.Timer(0.9 * run.args.timeout, write_collectives, [run])
         run.recorder.daemon = True
         run.recorder.start()

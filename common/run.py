@@ -37,7 +37,7 @@ class Run:
         self.epoch, self.samples, self.steps = 0, 0, 0  # the position; the steps of this process
         self.sums, self.history, self.save_due, self.stopping = None, [], False, False  # sums: the metrics so far
         self.output = Output(self) if rank == 0 else None
-        self.recorder = None  # a threading.Timer, see processes.arm_watchdog
+        self.recorder = threading.Timer(0, None)  # see processes.arm_watchdog
 
     def resume(self) -> None:
         """Load the checkpoint that --resume names, create the output folders, and print the setup."""

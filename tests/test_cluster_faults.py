@@ -1,6 +1,7 @@
 """Faults of a job on a cluster: no rank hangs, and the run continues where it was."""
 
 import os
+import random
 import re
 import signal
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 from cluster import SlurmJob
 from forked import compute
-from launch import assert_same, checkpoint, largest_difference, need_horovod, run
+from launch import assert_same, checkpoint, largest_difference, need_horovod, random_seed, run
 from recipes import ROOT, STEP, changed_copy, in_float64
 
 # 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe prints its position.
@@ -33,15 +34,16 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def slow_job(cluster, tmp_path):
-    """A function that starts the slow copy on two nodes, one process on each, and returns it in its second epoch."""
+    """A function that starts the slow copy on two nodes, one process on each, and returns it once an epoch is done."""
     started = []
 
     def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe="mnist/ddp_launch.py", **environment):
-        changed_copy(tmp_path, recipe, STEP, STEP + SLOW)
+        if not started:
+            changed_copy(tmp_path, recipe, STEP, STEP + SLOW)
         job = SlurmJob(cluster, tmp_path, f"--nodes=2 --gpus-per-node=1 --cpus-per-task=1 {sbatch} {file} {recipe} "
                                           f"{SIZE} {flags}", **environment)
         started.append(job)
-        job.wait_for("^epoch 1/")
+        job.wait_for("^epoch ")
         return job
 
     yield start
@@ -49,8 +51,8 @@ def slow_job(cluster, tmp_path):
         cluster.run(f"scancel {job.id}")
 
 
-def is_whole(job, undisturbed):
-    saved = checkpoint(job.runs())
+def is_whole(folder, undisturbed):
+    saved = checkpoint(folder)
     assert_same(saved["model"], undisturbed)
     assert [epoch["train"]["images"] for epoch in saved["history"]] == [IMAGES] * 20
 
@@ -73,14 +75,14 @@ def test_worker_killed_and_restarted(slow_job, undisturbed):
     job.ranks("node2")[-1].kill()
     job.wait_for("^resumed from", timeout=30)
     job.finish()
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 def test_link_down_for_8_seconds(slow_job, cluster, undisturbed):
     job = slow_job()
     cluster.run("ip link set link-node2 down; sleep 8; ip link set link-node2 up")
     assert "resumed" not in job.finish()
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
@@ -88,7 +90,7 @@ def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
     cluster.run("ip link set link-node2 down; sleep 25; ip link set link-node2 up")
     job.wait_for("^resumed from", timeout=90)
     job.finish()
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 def test_node_down(slow_job, cluster, undisturbed):
@@ -97,7 +99,7 @@ def test_node_down(slow_job, cluster, undisturbed):
     job.wait_for("^resumed from", timeout=90)
     job.finish()
     assert job.shown("Restarts") == {"1"}
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 def test_a_node_goes_and_comes_back(cluster, tmp_path):
@@ -138,25 +140,36 @@ def test_time_limit(slow_job, cluster, undisturbed):
     cluster.run(f"scontrol update jobid={job.id} timelimit=10")
     job.finish()
     assert job.shown("Restarts") == {"1"}
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
+MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which a job is told to stop
+
+
+@pytest.mark.timeout(200 + 60 * MOMENTS)
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_told_to_stop(launcher, slow_job, cluster):
-    """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun)."""
+def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
+    """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun); others go on."""
     if launcher == "mpirun":
         need_horovod("mpi")
-        job = slow_job(file="slurm/hvd_2nodes.sh", recipe="mnist/hvd.py", sbatch="--ntasks-per-node=1")
-    else:
-        job = slow_job(file="slurm/ddp_srun_2nodes.sh", sbatch="--ntasks-per-node=1")
-    cluster.run(f"scancel --signal=TERM {job.id}")
-    job.wait_for("^stopped after a signal")
-    if launcher == "srun":  # mpirun takes minutes to notice that its daemon on node2 ended, and then fails
-        job.finish()
-    log = job.log()
-    [(epoch, sample)] = re.findall(r"^stopped after a signal at epoch (\d+), sample (\d+)", log, re.MULTILINE)
-    saved = checkpoint(job.runs())
-    assert (saved["epoch"] + 1, saved["samples"]) == (int(epoch), int(sample))
+    how = {"srun": {"file": "slurm/ddp_srun_2nodes.sh"},
+           "mpirun": {"file": "slurm/hvd_2nodes.sh", "recipe": "mnist/hvd.py"}}[launcher]
+    how |= {"flags": "--log-dir told", "sbatch": "--ntasks-per-node=1"}
+    draw = random.Random(random_seed())
+    for _ in range(MOMENTS):
+        job = slow_job(**how, STEP_SECONDS=str(0.05 * MOMENTS))
+        time.sleep(draw.uniform(0, 2))
+        cluster.run(f"scancel --signal=TERM {job.id}")
+        job.wait_for("^stopped after a signal")
+        if launcher == "srun":
+            job.finish()
+        else:  # mpirun takes minutes to notice that its daemon on node2 ended, and then fails
+            cluster.run(f"scancel {job.id}")
+        epoch, sample = stopped_at(job.log())
+        saved = checkpoint(tmp_path / "told")
+        assert (saved["epoch"] + 1, saved["samples"]) == (epoch, sample)
+    slow_job(**how, STEP_SECONDS="0").finish()
+    is_whole(tmp_path / "told", undisturbed)
 
 
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
@@ -173,7 +186,7 @@ def test_preempted(slow_job, cluster, undisturbed):
     job.finish(timeout=200)
     log = job.log()
     assert log.count("ddp: preempted, and queued again") == log.count("stopped after a signal") == PREEMPTIONS
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
@@ -190,7 +203,7 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     other = SlurmJob(cluster, job.folder, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
                                           f"mnist/ddp_launch.py {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
     other.finish()
-    is_whole(job, undisturbed)
+    is_whole(job.runs(), undisturbed)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
