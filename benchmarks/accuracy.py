@@ -5,7 +5,7 @@
 
 The runs of one model differ in the recipe, the number of processes and the seed. With p processes the global batch and
 the rate are p times as large. Each run has a folder in --runs: one that is done is not repeated, and one that was
-interrupted continues. The page has all that are done. Together they take hours on two cores.
+interrupted continues. What --only leaves out stays in the page as it is. Together they take hours on two cores.
 """
 
 import json
@@ -82,51 +82,50 @@ def epochs_of(arguments, run):
     return json.loads(path.read_text())["epochs"] if path.exists() else []
 
 
-def train_all(arguments):
-    """Train what --only asks for; return [{training, recipe, processes, seed, epochs}] of all that is in --runs."""
-    every = [(name, start, processes, seed) for name, (*_, seeds, starts, _) in TRAININGS.items()
-             for seed in range(seeds) for start, processes in starts]
-
-    def left(run):
-        return len(epochs_of(arguments, run)) < TRAININGS[run[0]][2]
-
-    for run in tqdm([run for run in every if run[0] in arguments.only and left(run)], unit="run", desc="accuracy"):
-        threads = TRAININGS[run[0]][-1] or max(1, os.cpu_count() // run[2])
-        runs.finish(runs.start(f"{command(arguments, *run)} --log-dir {log_dir(arguments, *run)}", threads))
-    return [dict(zip(("training", "recipe", "processes", "seed"), run, strict=True),
-                 epochs=epochs_of(arguments, run)) for run in every if not left(run)]
+def train(arguments, name):
+    """Train all runs of `name`; return [{recipe, processes, seed, epochs}]."""
+    _, _, epochs, seeds, starts, threads = TRAININGS[name]
+    every = [(name, *start, seed) for seed in range(seeds) for start in starts]
+    for run in tqdm([run for run in every if len(epochs_of(arguments, run)) < epochs], unit="run", desc=name):
+        runs.finish(runs.start(f"{command(arguments, *run)} --log-dir {log_dir(arguments, *run)}",
+                               threads or max(1, os.cpu_count() // run[2])))
+    return [{"recipe": run[1], "processes": run[2], "seed": run[3], "epochs": epochs_of(arguments, run)}
+            for run in every]
 
 
-def markdown(result):
+def reached(result, recipe, processes):
+    """The accuracy after the last epoch, for each seed."""
+    return [run["epochs"][-1]["val"]["accuracy"] for run in result["runs"]
+            if (run["recipe"], run["processes"]) == (recipe, processes)]
+
+
+def markdown(results):
     """The page accuracy.md: for each model a table with a row for each recipe and number of processes."""
-    lines = ["# Accuracy on real data", "", runs.heading(result), "",
+    lines = ["# Accuracy on real data", "",
              "The validation accuracy after the last epoch, and the time of training without validation and start-up.",
              ""]
-    for name, (folder, model, epochs, _, starts, threads) in TRAININGS.items():
+    for name, result in results.items():
+        folder, model, epochs, _, starts, threads = TRAININGS[name]
         rows, first = [], None
-        for start, processes in starts:
-            chosen = [run["epochs"] for run in result["runs"]
-                      if (run["training"], run["recipe"], run["processes"]) == (name, start, processes)]
-            if chosen:
-                reached = [run[-1]["val"]["accuracy"] for run in chosen]
-                minutes = statistics.median(sum(epoch["train"]["seconds"] for epoch in run) for run in chosen) / 60
-                rows.append([start, processes, f"{statistics.mean(reached):.2%}",
-                             f"{min(reached):.2%} to {max(reached):.2%}", len(reached), f"{minutes:.1f}",
-                             f"{(first := first or minutes) / minutes:.2f}"])
-        if rows:
-            share = f"{threads} thread per process" if threads else "all cores"
-            lines += [f"## {folder}, {model}, {epochs} epochs, {share}", "", runs.table(
-                ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], rows), ""]
+        for start in starts:
+            found = reached(result, *start)
+            minutes = statistics.median(sum(epoch["train"]["seconds"] for epoch in run["epochs"])
+                                        for run in result["runs"] if (run["recipe"], run["processes"]) == start) / 60
+            rows.append([*start, f"{statistics.mean(found):.2%}", f"{min(found):.2%} to {max(found):.2%}", len(found),
+                         f"{minutes:.1f}", f"{(first := first or minutes) / minutes:.2f}"])
+        share = f"{threads} thread per process" if threads else "all cores"
+        lines += [f"## {folder}, {model}, {epochs} epochs, {share}", "", runs.table(
+            ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], rows), "",
+            runs.heading(result), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
 
 
-def draw(arguments, result):
+def draw(arguments, results):
     """The validation accuracy after each epoch, for each model and recipe; seed 0."""
-    names = dict.fromkeys(run["training"] for run in result["runs"])
-    fig, (axes,) = runs.figure(len(names), width=5)
-    for ax, name in zip(axes, names, strict=True):
+    fig, (axes,) = runs.figure(len(results), width=5)
+    for ax, (name, result) in zip(axes, results.items(), strict=True):
         for run in result["runs"]:
-            if (run["training"], run["seed"]) == (name, 0):
+            if run["seed"] == 0:
                 ax.plot([epoch["epoch"] for epoch in run["epochs"]],
                         [100 * epoch["val"]["accuracy"] for epoch in run["epochs"]], ".-",
                         label=f"{run['recipe']} x{run['processes']}")
@@ -148,9 +147,13 @@ def parse_args():
 def main():
     arguments = parse_args()
     arguments.threads = f"{os.cpu_count()}/processes"
-    result = runs.about(arguments) | {"runs": train_all(arguments)}
-    runs.save(arguments, "accuracy", result, markdown(result))
-    draw(arguments, result)
+    path = arguments.out / "accuracy.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in arguments.only:
+        results[name] = runs.about(arguments) | {"runs": train(arguments, name)}
+        results = {name: results[name] for name in TRAININGS if name in results}  # in their order
+        runs.save(arguments, "accuracy", results, markdown(results))
+        draw(arguments, results)
 
 
 if __name__ == "__main__":

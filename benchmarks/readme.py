@@ -20,20 +20,20 @@ def read(name):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def accuracy_lines(result):
-    columns, rows = accuracy.EACH, []
-    for name, (folder, model, epochs, *_) in accuracy.TRAININGS.items():
-        cells = [[run["epochs"][-1]["val"]["accuracy"] for run in result["runs"]
-                  if (run["training"], run["recipe"], run["processes"]) == (name, *column)] for column in columns]
-        if all(cells):
-            rows.append([folder, model, epochs, *(f"{statistics.mean(cell):.2%}" for cell in cells)])
+def accuracy_lines(results):
+    rows, sources = [], {}
+    for name, (folder, model, epochs, _, starts, _) in accuracy.TRAININGS.items():
+        if starts == accuracy.EACH and name in results:
+            cells = [statistics.mean(accuracy.reached(results[name], *start)) for start in starts]
+            rows.append([folder, model, epochs, *(f"{cell:.2%}" for cell in cells)])
+            sources[source(results[name])] = True
     others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
               f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
-              for run in result["runs"] if run["training"] == "cifar10-resnet18"]
+              for name in ("cifar10-resnet18",) if name in results for run in results[name]["runs"]]
     return ["**Accuracy** on real data with the documented defaults: the mean of three seeds after the last epoch",
-            "([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).",
-            "", runs.table(["data set", "model", "epochs", *(f"{start} x{p}" for start, p in columns)], rows, left=2),
-            "", *others, source(result)]
+            "([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).", "", runs.table(
+                ["data set", "model", "epochs", *(f"{start} x{p}" for start, p in accuracy.EACH)], rows, left=2),
+            "", *others, *sources]
 
 
 def peers_lines(result):

@@ -167,24 +167,27 @@ def test_one_gpu(tmp_path):
 
 
 def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
-    """Two seeds; a run that is done is not repeated."""
-    monkeypatch.setattr(accuracy, "TRAININGS", {"lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1)})
+    """Two seeds; a run that is done is not repeated, and what is not asked for stays."""
+    monkeypatch.setattr(accuracy, "TRAININGS", {"lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1),
+                                                "other": ("mnist", "convnet", 1, 1, [("single.py", 1)], 1)})
     monkeypatch.setitem(accuracy.STARTS, "single.py", "python {folder}/single.py --synthetic 640 --lr 0.01")
     monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."])
     accuracy.main()
     first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.json"
     written = first.stat().st_mtime_ns
     shutil.rmtree(tmp_path / "all" / "lenet-singlepy-1-1")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "lenet"])
     accuracy.main()
     assert first.stat().st_mtime_ns == written
-    result = json.loads((tmp_path / "accuracy.json").read_text())
-    assert [(run["seed"], len(run["epochs"])) for run in result["runs"]] == [(0, 2), (1, 2)]
-    reached = [run["epochs"][-1]["val"]["accuracy"] for run in result["runs"]]
+    results = json.loads((tmp_path / "accuracy.json").read_text())
+    assert [(run["seed"], len(run["epochs"])) for run in results["lenet"]["runs"]] == [(0, 2), (1, 2)]
+    reached = [run["epochs"][-1]["val"]["accuracy"] for run in results["lenet"]["runs"]]
     shown = capsys.readouterr().out
     assert f"| single.py | 1 | {sum(reached) / 2:.2%} | {min(reached):.2%} to {max(reached):.2%} | 2 |" in shown
+    assert "## mnist, convnet, 1 epochs" in shown.rsplit("# Accuracy", 1)[1]
     assert "lenet" in (tmp_path / "accuracy.svg").read_text()
     monkeypatch.setattr(accuracy, "EACH", [("single.py", 1)])
-    assert f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |" in "\n".join(readme.accuracy_lines(result))
+    assert f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |" in "\n".join(readme.accuracy_lines(results))
 
 
 @pytest.mark.parametrize("lines", [
