@@ -15,6 +15,7 @@ import statistics
 from argparse import Namespace
 from pathlib import Path
 
+import model
 import runs
 from PIL import Image
 from tqdm import tqdm
@@ -46,12 +47,12 @@ TRAININGS = {
 
 def command(arguments, name, start, processes, seed):
     """The command of a run."""
-    folder, model, epochs, *_ = TRAININGS[name]
+    folder, net, epochs, *_ = TRAININGS[name]
     data = arguments.data_dir
     if folder == "imagenet":
         data = f"{cifar10_as_jpegs(data, arguments.runs / 'cifar10-as-jpegs')} --image-size 32 -b 128"
     line = STARTS[start].format(processes=processes, folder=runs.ROOT / folder)
-    line += f" --model {model} --epochs {epochs} --seed {seed} --data-dir {data}"
+    line += f" --model {net} --epochs {epochs} --seed {seed} --data-dir {data}"
     return f"{line} --device {arguments.device} --checkpoint-every 100 --resume auto"
 
 
@@ -99,24 +100,46 @@ def reached(result, recipe, processes):
             if (run["recipe"], run["processes"]) == (recipe, processes)]
 
 
+def minutes(result, recipe, processes):
+    """The median time of training over the seeds."""
+    return statistics.median(sum(epoch["train"]["seconds"] for epoch in run["epochs"]) for run in result["runs"]
+                             if (run["recipe"], run["processes"]) == (recipe, processes)) / 60
+
+
+def predicted(arguments, name, result):
+    """The minutes that model.py predicts for each number of processes, from those of one; {} without allreduce.py's."""
+    folder, net, epochs, _, starts, _ = TRAININGS[name]
+    measured = [json.loads(path.read_text()) for path in arguments.out.glob("allreduce-gloo-*.json")]
+    fits = {(one["backend"], one["processes"]): model.fit(one) for one in measured}
+    if starts != PUBLISHED or ("gloo", 2) not in fits:
+        return {}
+    steps = epochs * model.IMAGES[folder] / model.BATCH[folder]
+    work = {"step": 60 * minutes(result, *starts[0]) / steps, "bytes": model.gradient_bytes(folder, net)}
+    return {str(p): steps / p * model.predict(work, p, fits, os.cpu_count()) / 60 for _, p in starts}
+
+
 def markdown(results):
     """The page accuracy.md: for each model a table with a row for each recipe and number of processes."""
     lines = ["# Accuracy on real data", "",
              "The validation accuracy after the last epoch, and the time of training without validation and start-up.",
-             ""]
+             "The tables of 32 epochs also have the minutes that [the cost model](model.md) predicts from those",
+             "of one process, and the published table. Its models and GPUs are unknown: compare the speed-up only.", ""]
     for name, result in results.items():
-        folder, model, epochs, _, starts, threads = TRAININGS[name]
-        rows, first = [], None
+        folder, net, epochs, _, starts, threads = TRAININGS[name]
+        columns, rows = ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], []
         for start in starts:
-            found = reached(result, *start)
-            minutes = statistics.median(sum(epoch["train"]["seconds"] for epoch in run["epochs"])
-                                        for run in result["runs"] if (run["recipe"], run["processes"]) == start) / 60
+            found, taken = reached(result, *start), minutes(result, *start)
             rows.append([*start, f"{statistics.mean(found):.2%}", f"{min(found):.2%} to {max(found):.2%}", len(found),
-                         f"{minutes:.1f}", f"{(first := first or minutes) / minutes:.2f}"])
+                         f"{taken:.1f}", f"{minutes(result, *starts[0]) / taken:.2f}"])
+        if result["predicted"]:
+            columns.append("predicted minutes")
+            rows = [[*row, f"{result['predicted'][str(p)]:.1f}"] for row, (_, p) in zip(rows, starts, strict=True)]
+            published = model.PUBLISHED[folder]
+            rows += [["published, GPUs", p, *"---", f"{seconds / 60:.1f}", f"{published[1] / seconds:.2f}", "-"]
+                     for p, seconds in published.items()]
         share = f"{threads} thread per process" if threads else "all cores"
-        lines += [f"## {folder}, {model}, {epochs} epochs, {share}", "", runs.table(
-            ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], rows), "",
-            runs.heading(result), ""]
+        lines += [f"## {folder}, {net}, {epochs} epochs, {share}", "", runs.table(columns, rows), "",
+                  runs.heading(result), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
 
 
@@ -151,6 +174,7 @@ def main():
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in arguments.only:
         results[name] = runs.about(arguments) | {"runs": train(arguments, name)}
+        results[name]["predicted"] = predicted(arguments, name, results[name])
         results = {name: results[name] for name in TRAININGS if name in results}  # in their order
         runs.save(arguments, "accuracy", results, markdown(results))
         draw(arguments, results)

@@ -22,10 +22,10 @@ def read(name):
 
 def accuracy_lines(results):
     rows, sources = [], {}
-    for name, (folder, model, epochs, _, starts, _) in accuracy.TRAININGS.items():
+    for name, (folder, net, epochs, _, starts, _) in accuracy.TRAININGS.items():
         if starts == accuracy.EACH and name in results:
             cells = [statistics.mean(accuracy.reached(results[name], *start)) for start in starts]
-            rows.append([folder, model, epochs, *(f"{cell:.2%}" for cell in cells)])
+            rows.append([folder, net, epochs, *(f"{cell:.2%}" for cell in cells)])
             sources[source(results[name])] = True
     others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
               f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."

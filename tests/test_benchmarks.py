@@ -171,6 +171,9 @@ def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(accuracy, "TRAININGS", {"lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1),
                                                 "other": ("mnist", "convnet", 1, 1, [("single.py", 1)], 1)})
     monkeypatch.setitem(accuracy.STARTS, "single.py", "python {folder}/single.py --synthetic 640 --lr 0.01")
+    monkeypatch.setattr(accuracy, "PUBLISHED", [("single.py", 1)])
+    sizes = [{"bytes": size, "seconds": 1e-9 * size} for size in (4, 2**24)]
+    (tmp_path / "allreduce-gloo-2.json").write_text(json.dumps({"backend": "gloo", "processes": 2, "sizes": sizes}))
     monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."])
     accuracy.main()
     first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.json"
@@ -185,6 +188,8 @@ def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert f"| single.py | 1 | {sum(reached) / 2:.2%} | {min(reached):.2%} to {max(reached):.2%} | 2 |" in shown
     assert "## mnist, convnet, 1 epochs" in shown.rsplit("# Accuracy", 1)[1]
+    assert results["lenet"]["predicted"]["1"] == pytest.approx(accuracy.minutes(results["lenet"], "single.py", 1))
+    assert "| published, GPUs | 32 | - | - | - | 0.9 | 8.97 | - |" in shown
     assert "lenet" in (tmp_path / "accuracy.svg").read_text()
     monkeypatch.setattr(accuracy, "EACH", [("single.py", 1)])
     assert f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |" in "\n".join(readme.accuracy_lines(results))
