@@ -106,7 +106,7 @@ def minutes(result, recipe, processes):
                              if (run["recipe"], run["processes"]) == (recipe, processes)) / 60
 
 
-def predicted(arguments, name, result):
+def predict(arguments, name, result):
     """The minutes that model.py predicts for each number of processes, from those of one; {} without allreduce.py's."""
     folder, net, epochs, _, starts, _ = TRAININGS[name]
     measured = [json.loads(path.read_text()) for path in arguments.out.glob("allreduce-gloo-*.json")]
@@ -121,19 +121,20 @@ def predicted(arguments, name, result):
 def markdown(results):
     """The page accuracy.md: for each model a table with a row for each recipe and number of processes."""
     lines = ["# Accuracy on real data", "",
-             "The validation accuracy after the last epoch, and the time of training without validation and start-up.",
-             "The tables of 32 epochs also have the minutes that [the cost model](model.md) predicts from those",
-             "of one process, and the published table. Its models and GPUs are unknown: compare the speed-up only.", ""]
+             "The validation accuracy after the last epoch. The tables of 32 epochs also have the time of training,",
+             "without validation and start-up, what [the cost model](model.md) predicts from that of one process, and",
+             "the published table. Its models and GPUs are unknown: compare the speed-up only.", ""]
     for name, result in results.items():
         folder, net, epochs, _, starts, threads = TRAININGS[name]
-        columns, rows = ["recipe", "processes", "mean", "least to most", "seeds", "minutes", "speed-up"], []
+        columns, rows = ["recipe", "processes", "mean", "least to most", "seeds"], []
         for start in starts:
-            found, taken = reached(result, *start), minutes(result, *start)
-            rows.append([*start, f"{statistics.mean(found):.2%}", f"{min(found):.2%} to {max(found):.2%}", len(found),
-                         f"{taken:.1f}", f"{minutes(result, *starts[0]) / taken:.2f}"])
-        if result["predicted"]:
-            columns.append("predicted minutes")
-            rows = [[*row, f"{result['predicted'][str(p)]:.1f}"] for row, (_, p) in zip(rows, starts, strict=True)]
+            found = reached(result, *start)
+            rows.append([*start, f"{statistics.mean(found):.2%}", f"{min(found):.2%} to {max(found):.2%}", len(found)])
+        if predicted := result["predicted"]:
+            columns += ["minutes", "speed-up", "predicted minutes"]
+            taken = [minutes(result, *start) for start in starts]
+            rows = [[*row, f"{own:.1f}", f"{taken[0] / own:.2f}", f"{predicted[str(row[1])]:.1f}"]
+                    for row, own in zip(rows, taken, strict=True)]
             published = model.PUBLISHED[folder]
             rows += [["published, GPUs", p, *"---", f"{seconds / 60:.1f}", f"{published[1] / seconds:.2f}", "-"]
                      for p, seconds in published.items()]
@@ -174,7 +175,7 @@ def main():
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in arguments.only:
         results[name] = runs.about(arguments) | {"runs": train(arguments, name)}
-        results[name]["predicted"] = predicted(arguments, name, results[name])
+        results[name]["predicted"] = predict(arguments, name, results[name])
         results = {name: results[name] for name in TRAININGS if name in results}  # in their order
         runs.save(arguments, "accuracy", results, markdown(results))
         draw(arguments, results)
