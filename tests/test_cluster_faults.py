@@ -13,8 +13,11 @@ from launch import assert_same, checkpoint, largest_difference, need_horovod, ra
 from recipes import ROOT, STEP, changed_copy, in_float64
 
 # 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe prints its position.
-IMAGES, INTERVAL = 640, 5
-SIZE = f"--synthetic {IMAGES} --batch-size 32 --model lenet --epochs 20 --checkpoint-every 3 --device cpu " \
+# With DEFAULT_MODEL=1 in the environment the model is ResNet-18.
+DATASET, BATCH, MODEL = ("cifar10", 2, "--lr 0.001") if os.environ.get("DEFAULT_MODEL") else ("mnist", 32, "-a lenet")
+DDP, HVD = f"{DATASET}/ddp_launch.py", f"{DATASET}/hvd.py"
+IMAGES, INTERVAL = 20 * BATCH, 5
+SIZE = f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs 20 --checkpoint-every 3 --device cpu " \
        f"--log-interval {INTERVAL}"
 SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.05')))\n"
         "        print('at', run.epoch, run.samples, processes.stop_requested.is_set(), flush=True)\n")
@@ -28,7 +31,7 @@ def undisturbed(tmp_path_factory):
     after a start in another order, as it rebuilds its buckets after that step (unless find_unused_parameters=True).
     """
     folder = tmp_path_factory.mktemp("undisturbed")
-    run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {SIZE} --log-dir log", cwd=folder)
+    run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/{DDP} {SIZE} --log-dir log", cwd=folder)
     return checkpoint(folder / "log")["model"]
 
 
@@ -37,7 +40,7 @@ def slow_job(cluster, tmp_path):
     """A function that starts the slow copy on two nodes, one process on each, and returns it once an epoch is done."""
     started = []
 
-    def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe="mnist/ddp_launch.py", **environment):
+    def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, **environment):
         if not started:
             changed_copy(tmp_path, recipe, STEP, STEP + SLOW)
         job = SlurmJob(cluster, tmp_path, f"--nodes=2 --gpus-per-node=1 --cpus-per-task=1 {sbatch} {file} {recipe} "
@@ -105,7 +108,7 @@ def test_node_down(slow_job, cluster, undisturbed):
 def test_a_node_goes_and_comes_back(cluster, tmp_path):
     """Elastic: with the global batch fixed, the weights are those of one process."""
     in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, STEP + SLOW)
-    flags = f"--synthetic {IMAGES} --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
+    flags = f"--synthetic 640 --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
     job = SlurmJob(cluster, tmp_path, "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
                                       f"{flags} --checkpoint-every 3", STEP_SECONDS="0.2")
     job.wait_for(r"world size 4 (.*\n)*?at 1 ")
@@ -117,7 +120,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     assert re.findall(r"^mnist: .* world size (\d)", log, re.MULTILINE) == ["4", "2", "4"], log
     compute(f"python mnist/single.py {flags} --log-dir one", cwd=tmp_path)
     saved = checkpoint(tmp_path / "runs" / f"ddp-elastic-{job.id}")
-    assert [epoch["train"]["images"] for epoch in saved["history"]] == [IMAGES] * 20
+    assert [epoch["train"]["images"] for epoch in saved["history"]] == [640] * 20
     assert largest_difference(saved["model"], checkpoint(tmp_path / "one")["model"]) < 1e-5
 
 
@@ -129,7 +132,7 @@ def stopped_at(log):
     stopped = (epoch - 1) * IMAGES + sample
     known = min((int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True"),
                 default=stopped)  # no rank went on
-    assert stopped <= known + INTERVAL * 64
+    assert stopped <= known + INTERVAL * 2 * BATCH
     return epoch, sample
 
 
@@ -155,7 +158,7 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
     if launcher == "mpirun":
         need_horovod("mpi")
     how = {"srun": {"file": "slurm/ddp_srun_2nodes.sh"},
-           "mpirun": {"file": "slurm/hvd_2nodes.sh", "recipe": "mnist/hvd.py"}}[launcher]
+           "mpirun": {"file": "slurm/hvd_2nodes.sh", "recipe": HVD}}[launcher]
     how |= {"flags": "--log-dir told", "sbatch": "--ntasks-per-node=1"}
     draw = random.Random(random_seed())
     for _ in range(MOMENTS):
@@ -180,13 +183,14 @@ PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
 @pytest.mark.timeout(200 + 60 * PREEMPTIONS)
 def test_preempted(slow_job, cluster, undisturbed):
     """A job that needs both nodes comes, each time after 20 s; MAX_REQUEUES is not about that."""
-    job = slow_job(sbatch="--time=30", STEP_SECONDS=str(0.1 * PREEMPTIONS), MAX_REQUEUES="0")
+    began, step = time.monotonic(), 0.1 * PREEMPTIONS
+    job = slow_job(sbatch="--time=30", STEP_SECONDS=str(step), MAX_REQUEUES="0")
     for number in range(1, PREEMPTIONS + 1):
         time.sleep(20)
         cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
         job.wait_for("^resumed from", count=number)
-    job.finish(timeout=200)
-    log = job.log()
+    log = job.finish(timeout=200)
+    print(f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: {time.monotonic() - began:.0f} s")
     assert log.count("ddp: preempted, and queued again") == log.count("stopped after a signal") == PREEMPTIONS
     is_whole(job.runs(), undisturbed)
 
@@ -203,7 +207,7 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     stopped_at(job.log())
     assert checkpoint(job.runs())["epoch"] < 20
     other = SlurmJob(cluster, job.folder, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
-                                          f"mnist/ddp_launch.py {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
+                                          f"{DDP} {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
     other.finish()
     is_whole(job.runs(), undisturbed)
 
@@ -214,7 +218,7 @@ def test_stopped_rank(launcher, slow_job):
         job = slow_job("--timeout 8", "--gpus-per-node=2")
     else:
         need_horovod("mpi")
-        job = slow_job("--timeout 8", "--ntasks-per-node=2 --gpus-per-node=2", "slurm/hvd_2nodes.sh", "mnist/hvd.py",
+        job = slow_job("--timeout 8", "--ntasks-per-node=2 --gpus-per-node=2", "slurm/hvd_2nodes.sh", HVD,
                        LAUNCHER=launcher)
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
