@@ -111,14 +111,15 @@ def test_no_data_set(tmp_path):
 
 
 def test_a_slow_rank(real_data, tmp_path):
-    """Rank 1 gets a fifth of a core. (Half is enough if no other test takes it from rank 0.)"""
+    """Rank 1 gets a third of a core at most, and rank 0 goes before all other tests."""
     group = Path("/sys/fs/cgroup/cpu", f"doctor-{os.getpid()}")
     need(os.access(group.parent / "cgroup.procs", os.W_OK), "root, and cgroups (version 1), to throttle a process")
     group.mkdir()
-    (group / "cpu.cfs_quota_us").write_text("20000")  # of 100,000
+    (group / "cpu.cfs_quota_us").write_text("33000")  # of 100,000
     try:
         flags = f"--dataset mnist --data-dir {real_data('mnist')}"
-        start = f'[ "$RANK" = 0 ] || echo $BASHPID > {group}/cgroup.procs; exec python {SCRIPT} {flags}'
+        start = f'[ "$RANK" = 0 ] && exec nice -n -15 python {SCRIPT} {flags}; echo $BASHPID > {group}/cgroup.procs; ' \
+                f'exec python {SCRIPT} {flags}'
         output = run(f"torchrun --standalone --nproc-per-node=2 --no-python bash -c '{start}'", cwd=tmp_path)
     finally:
         group.rmdir()
