@@ -44,7 +44,9 @@ def peers_lines(result):
         reached = [f"{statistics.median(one['accuracy'] for one in who):.1f}%" for who in zip(*turns, strict=True)]
         rows.append([name, peers.PEERS[name][2], *(f"{ratio:.2f}" for ratio in ratios), *reached])
     return ["**Beside the examples of PyTorch and Horovod**, with their model, optimizer and batch: our figure divided",
-            "by theirs, the median of alternated runs of the whole command ([peers.md](benchmarks/results/peers.md)).",
+            "by theirs in each turn; the table has the median of these ratios. Time and memory are those of the whole",
+            "command, images/s those of training in the last epoch. On generated JPEGs the accuracy is chance",
+            "([peers.md](benchmarks/results/peers.md)).",
             "", runs.table(["example", "our recipe", "time", "images/s", "memory", "their accuracy", "ours"],
                            rows, left=2),
             "", source(result)]
@@ -55,8 +57,9 @@ def scaling_lines(result):
     start = next(number for number, line in enumerate(lines) if line.startswith("## cifar10") and "weak" in line) + 2
     table = lines[start:lines.index("", start)]
     return ["**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the images/s of p processes",
-            "divided by p times those of one; of the limit: by those of p processes that do not communicate. (!17%)",
-            "marks runs that differ by 17% of their median ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
+            "divided by p times those of one; of the limit: by those of p processes that do not communicate. Both are",
+            "medians over the repetitions, each of which has a ratio of its own. (!17%) marks runs that differ by 17%",
+            "of their median ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
             "", source(result), "",
             "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
 
@@ -65,7 +68,7 @@ def startup_lines(result):
     rows = [[runs.TITLES[run["strategy"]], run["processes"],
              *(f"{statistics.median(times):.1f} s" for times in zip(*run["seconds"], strict=True))]
             for run in result["runs"]]
-    return ["**Start-up**, most of it the import of torch ([startup.md](benchmarks/results/startup.md)).", "",
+    return ["**Start-up** ([startup.md](benchmarks/results/startup.md)).", "",
             runs.table(["launcher", "processes", "first line after", "end of `--dry-run` after"], rows), "",
             source(result)]
 

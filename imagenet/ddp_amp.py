@@ -59,7 +59,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         scaler.update()  # amp: ... and then lowers the scale
         optimizer.zero_grad()
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: only rank 0 writes; --checkpoint-every, or a signal
+        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
             run.save()
         if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break

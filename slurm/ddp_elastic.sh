@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# DDP that goes on while nodes fail and come back. A task of the job array is a node with its own torchrun, and they meet
-# in a file, because each node may fail. When one does, the others start again without it, from the last checkpoint.
-# SLURM queues its task again; when it is back, the others save, and all start again together.
+# DDP that continues while nodes fail and return. Each task of the job array is one torchrun on one node. The torchruns
+# find each other through a file, because any node may fail. When one fails, the others restart from the last checkpoint
+# without it. SLURM queues its task again; when it starts, the others save, and all restart together.
 #
-#     sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024
-#     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 4096
+#     sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8
+#     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 4096 --lr 3.2
 #     sbatch --gpus-per-node=0 slurm/ddp_elastic.sh cifar10/ddp_launch.py --synthetic -G 256   # on the CPUs
 #
-# -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes. When a task is cancelled or
-# preempted, or its time ends, the run is saved, and the others go on from there.
+# -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes; --lr is for this batch. When a
+# task is cancelled or preempted, or its time ends, the run is saved, and the others go on from there.
+# Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=ddp-elastic
 #SBATCH --array=0-1
 #SBATCH --nodes=1

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Horovod, or DDP, on hosts that ssh reaches without a password, started by Open MPI's mpirun; for machines without SLURM.
+# Horovod, or DDP, on hosts that ssh reaches without a password, started by Open MPI's mpirun; not for SLURM.
 #
 #     slurm/mpirun.sh HOSTFILE
 #     slurm/mpirun.sh HOSTFILE cifar10/hvd.py --epochs 10

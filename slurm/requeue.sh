@@ -5,10 +5,11 @@
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
 # SLURM sends USR1 to the batch script 60 to 90 seconds before the time limit. This script passes it on to the command;
-# all ranks finish their step, the run is saved and ends with status 0. Then the job is queued again with the same
-# job ID, and continues from the checkpoint, unless it was queued again MAX_REQUEUES times (10), for whatever reason.
-# When a job is preempted, SLURM sends TERM to all its processes but the batch script's. It queues again only a job
-# that it had to kill after the GraceTime; one that ends before is queued again here.
+# all ranks stop together within --log-interval steps, rank 0 saves, and the run ends with status 0. Then the job is
+# queued again with the same job ID, and continues from the checkpoint, unless it has already been restarted
+# MAX_REQUEUES (10) times, for whatever reason.
+# When a job is preempted, SLURM sends TERM to all its processes but the batch script's. SLURM queues a job again only
+# if it had to kill it after the GraceTime. A job that ends earlier is queued again here, however often.
 set -euo pipefail
 
 job=$SLURM_JOB_ID
