@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # dist: before the group exists, or its default arguments keep the group to the end
 import torch.nn.functional as F
 from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
 
@@ -125,5 +126,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle); else gloo can abort in the next line
+    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle), or Gloo's threads live on and can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # dist: before the group exists, or its default arguments keep the group to the end
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,5 +129,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle); else gloo can abort in the next line
+    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle), or Gloo's threads live on and can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

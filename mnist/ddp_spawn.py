@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # dist: before the group exists, or its default arguments keep the group to the end
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -109,7 +110,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
         if rank == 0:  # dist: only rank 0 writes
             run.log()
             run.save()
-    del model  # dist: free the DDP wrapper before the group, or gloo can abort ...
+    del model  # dist: free the DDP wrapper before the group, or Gloo's threads live on and can abort ...
     gc.collect()  # dist: ... (it is in a reference cycle)
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it
 
@@ -121,5 +122,4 @@ if __name__ == "__main__":
                        "them to an address and a free port of the first")  # dist: else they wait for each other
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: any free port, on one machine
-    context = mp.spawn(main, args=(args,), nprocs=args.gpus, join=False)  # dist: calls main in new processes
-    processes.join(context)  # dist: until all have ended, or one has failed
+    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: main in each, until all end

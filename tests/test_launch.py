@@ -18,7 +18,7 @@ import pytest
 import torch.distributed.run
 from forked import ForkedJob, compute
 from launch import Job, need_horovod, run, strategies
-from recipes import RECIPES, ROOT, commands, name_of, small
+from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
@@ -136,6 +136,19 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path):
     assert "'torch'" in there
     for package in ("tensorboard", "torchvision", "matplotlib", "PIL", "safetensors", "horovod", "pandas", "scipy"):
         assert f"'{package}'" not in there
+
+
+def test_gloo_ends_before_python_does(tmp_path):
+    """Its threads can drop a tensor late, and abort a process that is about to end: pytorch issue 190489."""
+    last = "    dist.destroy_process_group()"
+    names = "print('threads', [open(path).read() for path in __import__('glob').glob('/proc/self/task/*/comm')])"
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, f"    {names}\n{last}")
+    path = copy / "ddp_launch.py"
+    path.write_text(f"{path.read_text()}    {names}\n")
+    output = run(f"torchrun --standalone --nproc-per-node=2 {copy}/ddp_launch.py --dry-run --synthetic --device cpu",
+                 cwd=tmp_path)
+    assert ["gloo" in line for line in output.splitlines() if line.startswith("threads")].count(True) == 2
+    assert output.count("threads") == 4
 
 
 def test_progress_bar_on_a_terminal_only(tmp_path):
