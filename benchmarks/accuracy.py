@@ -5,7 +5,8 @@
 
 The runs of one model differ in the recipe, the number of processes and the seed. With p processes the global batch and
 the rate are p times as large. Each run has a folder in --runs: one that is done is not repeated, and one that was
-interrupted continues. What --only leaves out stays in the page as it is. Together they take hours on two cores.
+interrupted continues (its time then lacks a part of an epoch). What --only leaves out stays in the page as it is.
+Together they take hours on two cores.
 """
 
 import json

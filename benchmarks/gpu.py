@@ -42,6 +42,7 @@ def parse_args():
     p.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with MNIST and CIFAR-10")
     p.add_argument("--out", type=Path, default=runs.RESULTS / "gpu", metavar="DIR", help="folder for the results")
     args = p.parse_args()
+    args.data_dir, args.out = args.data_dir.resolve(), args.out.resolve()  # the recipes start in another folder
     if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", args.steps)):
         p.error(f"--steps {args.steps}: give a number or a range, such as 1-6")
     args.steps = range(int(match[1]), int(match[2] or match[1]) + 1)

@@ -92,10 +92,12 @@ def link(ends, delay, rate):
     ways = [fork.Process(target=work, args=way, daemon=True) for way in (ends, ends[::-1])]
     for way in ways:
         way.start()
-    yield
-    for way in ways:
-        way.kill()
-        way.join()
+    try:
+        yield
+    finally:
+        for way in ways:
+            way.kill()
+            way.join()
 
 
 def launch(strategy, processes, script):

@@ -43,7 +43,7 @@ class Cluster:
 
     def __exit__(self, *_):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def command(self, command):
         """The arguments that run a shell command on the login node."""
@@ -72,7 +72,7 @@ class SlurmJob:
     def log(self):
         return "".join(file.read_text() for file in self.folder.glob(f"*-{self.id}*.out"))
 
-    def wait_for(self, text, timeout=60, count=1):
+    def wait_for(self, text, timeout=120, count=1):
         """Return once its log has the regular expression `text`, `count` times."""
         end = time.monotonic() + timeout
         while len(re.findall(text, self.log(), re.MULTILINE)) < count:

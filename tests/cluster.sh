@@ -99,7 +99,7 @@ slurmctld
 for node in node1 node2; do
     on_node $node "slurmd -N $node"
 done
-for _ in {1..100}; do
+for _ in {1..400}; do
     [ "$(sinfo --noheader --states=idle --format=%D)" != 2 ] || break
     sleep 0.2
 done

@@ -1,11 +1,15 @@
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 from cluster import Cluster, need_cluster
 from launch import need
 from recipes import ROOT
 
+# Beside other tests everything can be slow
+hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("slow")
 SHARED = ROOT.parent / "shared" / "data"
 
 

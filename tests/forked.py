@@ -18,7 +18,6 @@ from pathlib import Path
 import launch
 import pretended_gpu
 import torch.distributed.run
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([  # not common/, which a test can replace by a changed copy
@@ -28,7 +27,7 @@ CONTEXT.set_forkserver_preload([  # not common/, which a test can replace by a c
 
 def torchrun_ranks(size):
     """The variables that torchrun gives to each of `size` ranks on one machine."""
-    port = str(get_free_port())
+    port = str(launch.free_port())
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(size)]
 

@@ -3,12 +3,14 @@
 import contextlib
 import faulthandler
 import io
+import itertools
 import os
 import random
 import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,17 @@ def need_horovod(*launchers):
     if any("mpi" in launcher for launcher in launchers):
         need(shutil.which("mpirun") and hvd.mpi_built(),
              f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {HOROVOD}")
+
+
+PORTS = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_port():
+    """A port that no other test uses, and that Linux does not assign by itself, as it does from 32768 on."""
+    for port in PORTS:
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("", port))
+            return port
 
 
 def strategies(processes, folder):
@@ -85,6 +98,14 @@ class Job:
                 pass
         return found
 
+    def command_lines(self):
+        """[(process, [word of its command line])] of those that still run."""
+        found = []
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append((process, process.cmdline()))
+        return found
+
     def wait_for(self, text, timeout=90):
         """Return once it has printed `text`; fail if it ends before, or takes longer than `timeout` seconds."""
         end = time.monotonic() + timeout
@@ -110,13 +131,13 @@ class Job:
         self.signal(signal.SIGKILL, everyone=True)
 
     def finish(self, timeout=150):
-        """Wait for the end, check that nothing is left 5 s later, and return the exit status."""
+        """Wait for the end, check that nothing is left 10 s later, and return the exit status."""
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL, everyone=True)
             pytest.fail(f"{self.command} still ran after {timeout} s:\n{self.output()}")
-        end = time.monotonic() + 5
+        end = time.monotonic() + 10
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         left = self.alive()

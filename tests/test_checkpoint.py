@@ -278,7 +278,7 @@ def test_fuzz(edits, tmp_path_factory):
 ARGUMENTS = dict.fromkeys(checkpoint.MUST_MATCH, 1)
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@settings(max_examples=FUZZ)
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=5) | st.floats(), max_leaves=10,
                     extend=lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner)))
 def test_fuzz_of_the_content(values):

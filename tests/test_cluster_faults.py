@@ -68,15 +68,15 @@ def test_worker_killed(slow_job, cluster):
     job.ranks("node2")[-1].kill()
     killed = time.monotonic()
     log = job.finish("FAILED")
-    assert time.monotonic() - killed < 15
-    cause = log.split("Root Cause")[1]
-    assert re.search(r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL", cause), cause
+    assert time.monotonic() - killed < 40
+    first = r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL"  # each torchrun says what it saw first
+    assert any(re.search(first, cause) for cause in log.split("Root Cause")[1:]), log
 
 
 def test_worker_killed_and_restarted(slow_job, undisturbed):
     job = slow_job(RESTARTS="2")
     job.ranks("node2")[-1].kill()
-    job.wait_for("^resumed from", timeout=30)
+    job.wait_for("^resumed from", timeout=90)
     job.finish()
     is_whole(job.runs(), undisturbed)
 
@@ -112,6 +112,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
                                       f"{flags} --checkpoint-every 3", STEP_SECONDS="0.2")
     job.wait_for(r"world size 4 (.*\n)*?at 1 ")
+    assert job.shown("NodeList") == {"node1", "node2"}
     cluster.run(f"scontrol update nodename=node2 state=drain reason=test; scontrol requeue {job.id}_1")
     job.wait_for(r"^mnist: .* world size 2 ", timeout=90)
     cluster.run("scontrol update nodename=node2 state=resume")
@@ -177,16 +178,16 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
     is_whole(tmp_path / "told", undisturbed)
 
 
-PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
+PREEMPTIONS, EVERY = int(os.environ.get("PREEMPTIONS", 2)), int(os.environ.get("EVERY", 12))  # the second in seconds
 
 
 @pytest.mark.timeout(200 + 60 * PREEMPTIONS)
 def test_preempted(slow_job, cluster, undisturbed):
-    """A job that needs both nodes comes, each time after 20 s; MAX_REQUEUES is not about that."""
-    began, step = time.monotonic(), 0.1 * PREEMPTIONS
+    """A job that needs both nodes comes, each time after 12 s; MAX_REQUEUES is not about that."""
+    began, step = time.monotonic(), 0.008 * PREEMPTIONS * EVERY
     job = slow_job(sbatch="--time=30", STEP_SECONDS=str(step), MAX_REQUEUES="0")
     for number in range(1, PREEMPTIONS + 1):
-        time.sleep(20)
+        time.sleep(EVERY)
         cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
         job.wait_for("^resumed from", count=number)
     log = job.finish(timeout=200)
@@ -201,7 +202,6 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     job.wait_for("^ddp: queued again, 1 of 1")
     job.wait_for("^resumed from")
-    job.wait_for("^epoch ")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     assert "ddp: not queued again after 1 times" in job.finish()
     stopped_at(job.log())
@@ -223,5 +223,5 @@ def test_stopped_rank(launcher, slow_job):
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     log = job.finish("FAILED")
-    assert time.monotonic() - stopped < 8 + (30 if launcher == "mpirun" else 10)  # it waits 5 s for each process
+    assert time.monotonic() - stopped < 8 + 30  # mpirun waits 5 s for each process
     assert "Timeout (0:00:08)!" in log

@@ -11,9 +11,8 @@ import psutil
 import pytest
 from cluster import SlurmJob
 from forked import compute
-from launch import Job, need, need_horovod, run
+from launch import Job, free_port, need, need_horovod, run
 from recipes import ROOT, commands
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
@@ -136,7 +135,7 @@ def by_hand(rank, port, flags=""):
 
 
 def test_two_ranks_with_the_same_device(tmp_path):
-    port = get_free_port()
+    port = free_port()
     output = run(f"{by_hand(0, port)} & {by_hand(1, port)}; status=$?; wait; exit $status", cwd=tmp_path, status=1)
     assert "ranks 0 and 1 both have local rank 0 of " in verdict(output)
 
@@ -177,13 +176,13 @@ def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
 
 
 def test_a_rank_that_never_comes(tmp_path):
-    output = run(by_hand(0, get_free_port(), "--timeout 2"), cwd=tmp_path, status=1)
+    output = run(by_hand(0, free_port(), "--timeout 2"), cwd=tmp_path, status=1)
     assert output.startswith("Timeout (0:00:02)!")
     assert re.search(r'allreduce.py", line \d+ in join_torch', output)
 
 
 def test_ctrl_c(tmp_path):
-    port = get_free_port()
+    port = free_port()
     job = Job(f"exec env {by_hand(0, port)}", cwd=tmp_path)
     while port not in {connection.laddr.port for connection in psutil.net_connections()}:
         assert job.process.poll() is None, job.output()

@@ -1,5 +1,6 @@
 """Faults that end a run: its status is not 0, it leaves no process, and its checkpoints stay good."""
 
+import contextlib
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import time
 
 import numpy as np
+import psutil
 import pytest
 from forked import ForkedJob, compute
 from launch import Job, checkpoint, need, need_horovod, run, strategies
@@ -20,9 +22,9 @@ RECIPES = {"ddp_spawn": "ddp_spawn", "ddp_launch": "ddp_launch", "hvd_gloo": "hv
 
 
 def fails(command, cwd, start=Job):
-    """The output of a command that has to fail within a minute."""
+    """The output of a command that has to fail within two minutes."""
     job = start(command, cwd)
-    assert job.finish(60) != 0, job.output()
+    assert job.finish(120) != 0, job.output()
     return job.output()
 
 
@@ -148,12 +150,13 @@ def loader_workers(job, count):
     """The loader workers of all ranks, once there are `count`: processes whose parent runs the same recipe."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        processes = {process.pid: process for process in job.alive()}
-        grandchildren = [process for process in processes.values()
-                         if process.ppid() in processes and not process.children()
-                         and process.cmdline() == processes[process.ppid()].cmdline()]
-        if len(grandchildren) >= count:
-            return grandchildren
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+            processes = {process.pid: process for process in job.alive()}
+            grandchildren = [process for process in processes.values()
+                             if process.ppid() in processes and not process.children()
+                             and process.cmdline() == processes[process.ppid()].cmdline()]
+            if len(grandchildren) >= count:
+                return grandchildren
         time.sleep(0.1)
     raise AssertionError(job.output())
 
@@ -163,13 +166,14 @@ def loader_workers(job, count):
 def test_loader_worker(strategy, number, tree, tmp_path):
     """The run ends if a loader worker is killed (say, by a memory limit), or hangs for --timeout."""
     command = {"single": f"python {ROOT}/imagenet/single.py", **strategies(2, ROOT / "imagenet")}[strategy]
-    job = Job(f"{command} {tree} --epochs 1000 --workers 1 --timeout 8", cwd=tmp_path)
+    stops = number == signal.SIGSTOP
+    job = Job(f"{command} {tree} --epochs 1000 --workers 1 {'--timeout 20' if stops else ''}", cwd=tmp_path)
     job.wait_for("epoch 2/1000")
     loader_workers(job, 1 if strategy == "single" else 2)[0].send_signal(number)
     assert job.finish(60) != 0
     assert good(tmp_path / "log")["epoch"] > 0
-    if number == signal.SIGSTOP:
-        assert "Timeout (0:00:08)!" in job.output()
+    if stops:
+        assert "Timeout (0:00:20)!" in job.output()
         assert "loader.py" in job.output() or "dataloader.py" in job.output()
 
 
@@ -192,9 +196,10 @@ def test_tiny_shared_memory(tree, tmp_path):
 
 def test_stack_dump(tmp_path):
     """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and training goes on."""
-    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 5", cwd=tmp_path)
-    job.wait_for("epoch 1/5")
-    processes = [process for process in job.alive() if re.search("ddp_spawn|spawn_main", " ".join(process.cmdline()))]
+    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 20", cwd=tmp_path)
+    job.wait_for("epoch 1/20")
+    processes = [process for process, words in job.command_lines()
+                 if re.search("ddp_spawn|spawn_main", " ".join(words))]
     assert len(processes) == 3, "two ranks, and the one that started them"
     for process in processes:
         process.send_signal(signal.SIGUSR2)
@@ -206,9 +211,9 @@ def test_stack_dump(tmp_path):
 def test_ranks_end_when_one_is_killed(tmp_path):
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 1000 --log-dir log", cwd=tmp_path)
     job.wait_for("epoch 2/1000")
-    rank = next(process for process in job.alive() if "multiprocessing.spawn" in " ".join(process.cmdline()))
+    rank = next(process for process, words in job.command_lines() if "multiprocessing.spawn" in " ".join(words))
     killed = time.monotonic()
     rank.kill()
     assert job.finish(60) != 0
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < 25
     assert good(tmp_path / "log")

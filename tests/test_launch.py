@@ -17,9 +17,8 @@ import psutil
 import pytest
 import torch.distributed.run
 from forked import ForkedJob, compute
-from launch import Job, need_horovod, run, strategies
+from launch import Job, free_port, need_horovod, run, strategies
 from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
@@ -55,7 +54,7 @@ def test_every_recipe_names_a_command():
 def test_docstring_command(recipe, group, start, tmp_path):
     if "hvd.py" in recipe.name:
         need_horovod(*group)
-    started, port = [], str(get_free_port())
+    started, port = [], str(free_port())
     for line in group:
         line = line.replace("29500", port)  # several tests at a time
         line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
@@ -190,7 +189,7 @@ def test_ctrl_c(launcher, tmp_path):
 
 
 def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
-    port = get_free_port()
+    port = free_port()
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512", cwd=tmp_path,
               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     end = time.monotonic() + 90  # until rank 0 listens and both are connected

@@ -17,7 +17,7 @@ TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --
 def train(command, processes, folder, log_dir, dataset="mnist", flags=""):
     """The weights after 20 steps."""
     compute(f"{command} {TRAINING} {small(dataset)} {flags} --batch-size {GLOBAL_BATCH // processes} "
-            f"--lr {LR / processes} --log-dir {log_dir}", cwd=folder)
+            f"--lr {LR / processes} --log-dir {log_dir}", cwd=folder, timeout=350)  # --compile takes a minute
     return checkpoint(log_dir)["model"]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.data import EpochSampler
@@ -29,7 +29,6 @@ def update(metrics, sizes, seed):
     return losses, right
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(batches, seeds), min_size=1, max_size=5), st.lists(st.tuples(batches, seeds), max_size=5))
 def test_metrics_are_those_of_all_images(ranks, before):
     """However the images are split over ranks and batches, and by a resume: the mean over all images."""
@@ -75,7 +74,6 @@ def steps(ranks, batch):
 shapes = {"batch": st.integers(1, 40), "world_size": st.integers(1, 8), "extra": st.integers(0, 300)}
 
 
-@settings(deadline=None)
 @given(**shapes, epoch=st.integers(0, 5), seed=seeds, data=st.data())
 def test_sampler_position(batch, world_size, extra, epoch, seed, data):
     """N processes see, step by step, what one process with N times the batch sees; after a resume the rest of it."""
@@ -92,7 +90,6 @@ def test_sampler_position(batch, world_size, extra, epoch, seed, data):
     assert {len(sampler) for sampler in resumed} == {(len(one) - done) * batch}
 
 
-@settings(deadline=None)
 @given(length=st.integers(100, 1000), epoch=st.integers(0, 5), seed=seeds,
        pieces=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8), st.floats(0, 1)), min_size=1, max_size=5))
 def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, pieces):

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
 from forked import compute
-from launch import Job, need, need_horovod, run
+from launch import Job, free_port, need, need_horovod, run
 from recipes import RECIPES, ROOT, commands
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from benchmarks import jpeg_tree
 from common import cifar10, datasets
@@ -151,7 +150,7 @@ class Reader:
         (folder / ".venv").symlink_to(sys.prefix)
         write_small_data(folder / "data")
         self.environment = {
-            "PET_MASTER_PORT": str(get_free_port()),  # torchrun's
+            "PET_MASTER_PORT": str(free_port()),  # torchrun's
             "TORCHDYNAMO_DISABLE": "1"}  # --compile is slow, and test_imagenet.py has it
 
     def type(self, command):
@@ -281,7 +280,7 @@ ONE_GOES = ("import os, signal, torch, horovod.torch as hvd", "hvd.init()", "hvd
 # Commands that print the messages in the README's last table
 PRINTS = {
     f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
-    "timeout --signal=INT 10 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],
+    "timeout --signal=INT 20 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],
     "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": ["mpirun has detected an attempt to run as root"],
     "mpirun -np 2 --host localhost:1 true": ["There are not enough slots available"],
     TWO: ["EADDRINUSE", "address already in use"],
@@ -306,7 +305,7 @@ def test_error_texts(command, tmp_path):
         need_horovod("gloo")
     table = README.read_text().split("## When something goes wrong")[1]
     with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1] if command == TWO else get_free_port()
+        port = server.getsockname()[1] if command == TWO else free_port()
         job = Job(command, tmp_path, PET_MASTER_PORT=str(port))
         job.finish()
     for text in PRINTS[command]:

@@ -10,9 +10,18 @@ import time
 
 import pytest
 from forked import ForkedJob, compute
-from launch import Job, assert_same, checkpoint, largest_difference, need_horovod, random_seed, run, strategies
+from launch import (
+    Job,
+    assert_same,
+    checkpoint,
+    free_port,
+    largest_difference,
+    need_horovod,
+    random_seed,
+    run,
+    strategies,
+)
 from recipes import ROOT, STEP, changed_copy, in_float64, small
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from common import checkpoint as checkpoints
 
@@ -157,21 +166,21 @@ def test_last_checkpoint_damaged(tmp_path):
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
 def test_warned_and_resumed(strategy, tmp_path):
     """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
-    flags = f"--synthetic {2 * IMAGES} --epochs 6 --model lenet --device cpu --timeout 60 --resume auto"
+    flags = f"--synthetic {2 * IMAGES} --epochs 12 --model lenet --device cpu --timeout 60 --resume auto"
     command, quick = (f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy)))
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
     job.wait_for("epoch 1/")
     told = job.process  # passes it on to the ranks, or is the only one
     if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not; SLURM signals the ranks directly
-        told = next(process for process in job.alive()
-                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(process.cmdline()[:3]))
-                    and not process.name().startswith("sh"))
+        told = next(process for process, words in job.command_lines()
+                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(words[:3]))
+                    and not words[0].endswith("sh"))
     told.send_signal(signal.SIGUSR1)
     assert job.finish(30) == 0, job.output()
     assert job.output().count("stopped after a signal") == 1
     assert "Traceback" not in job.output()
-    assert checkpoint(tmp_path / "part")["epoch"] < 6
+    assert checkpoint(tmp_path / "part")["epoch"] < 12
     assert compute(f"{quick} --log-dir part", cwd=tmp_path).count("resumed from part/last.pt") == 1
     assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part"))
 
@@ -197,10 +206,13 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         if not job.running():
             break
         job.process.terminate()
+        told = time.monotonic()
         status, output = job.finish(60), job.output()
         print(strategy, status, output)
         if f"epoch {3 + MOMENTS}/" in output:
             break  # it came in the last evaluation
+        if strategy.startswith("hvd") and "stopped after" not in output and time.monotonic() - told > 5:
+            continue  # its launcher has killed it
         if "world size" not in output:
             assert status != 0, "nothing has begun"
         else:
@@ -216,10 +228,11 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
 def test_told_twice(tmp_path):
     """The second SIGTERM ends a run that does not come to its next check."""
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + "        __import__('time').sleep(1)\n")
-    job = Job(f"exec python {copy}/single.py --synthetic --model lenet --device cpu --log-dir log", cwd=tmp_path)
+    job = Job(f"exec python {copy}/single.py --synthetic --model lenet --device cpu --log-dir log --log-interval 1000",
+              cwd=tmp_path)
     job.wait_for("results, TensorBoard")
     job.process.terminate()
-    time.sleep(2.5)
+    time.sleep(4)
     assert job.running()
     job.process.terminate()
     assert job.finish(5) == 143
@@ -339,7 +352,7 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     compute(f"{common} -g 2 --epochs 1", cwd=tmp_path / "first")
     if copied:
         shutil.copytree(tmp_path / "first" / "log", tmp_path / "second" / "log")
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [ForkedJob(f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
             for k, machine in enumerate(("first", "second"))]
     assert [job.finish() for job in jobs] == [0 if copied else 2] * 2, [job.output() for job in jobs]

@@ -1,5 +1,6 @@
 """The launch files of slurm/ as they stand, on a cluster of two nodes."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -129,13 +130,18 @@ def test_a_cluster_leaves_nothing_behind():
     need_cluster()
 
     def here():
-        return [subprocess.run(command, capture_output=True, text=True, shell=True).stdout
-                for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")]
+        shown = [subprocess.run(command, capture_output=True, text=True, shell=True).stdout.splitlines()
+                 for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")]
+        return [line for lines in shown for line in lines  # without those of test_benchmarks.py::test_network
+                if not any(name in line for name in ("10.99.", "carried", "/run/netns "))]
 
     before = here()
     cluster = Cluster()
-    inside = psutil.Process(cluster.init).children(recursive=True)
-    assert {"munged", "slurmctld", "slurmd", "sshd"} <= {process.name() for process in inside}
+    inside, names = psutil.Process(cluster.init).children(recursive=True), set()
+    for process in inside:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.add(process.name())
+    assert {"munged", "slurmctld", "slurmd", "sshd"} <= names
     cluster.process.kill()
-    assert not psutil.wait_procs(inside, timeout=5)[1]
+    assert not psutil.wait_procs(inside, timeout=30)[1]
     assert here() == before
