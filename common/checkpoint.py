@@ -44,7 +44,7 @@ def save(folder: Path, checkpoint: dict, best: bool) -> None:
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **checkpoint}, buffer)
     buffer.seek(0)
-    torch.load(buffer, map_location="meta", weights_only=True)  # what it refuses must not wait for --resume
+    torch.load(buffer, map_location="cpu", weights_only=True)  # what it refuses must not wait for --resume
     for name in ("best.pt", "last.pt") if best else ("last.pt",):
         write(folder / name, buffer.getbuffer())
 
