@@ -54,6 +54,7 @@ ELSEWHERE = {
     # tests/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
+    "python benchmarks/accuracy.py": "hours",
     "python benchmarks/host_time.py": "a minute",
     "python benchmarks/peers.py": "it needs the checkouts of others",
     "python benchmarks/scaling.py": "minutes",
