@@ -122,12 +122,10 @@ def predict(arguments, name, result):
 def markdown(results):
     """The page accuracy.md: for each model a table with a row for each recipe and number of processes."""
     lines = ["# Accuracy on real data", "",
-             "The validation accuracy after the last epoch. The tables of 32 epochs also have the time of training,",
-             "without validation and start-up, what [the cost model](model.md) predicts from that of one process, and",
-             "the published table. Its models and GPUs are unknown: compare the speed-up only.", ""]
+             "The validation accuracy after the last epoch.", ""]
     for name, result in results.items():
         folder, net, epochs, _, starts, threads = TRAININGS[name]
-        columns, rows = ["recipe", "processes", "mean", "least to most", "seeds"], []
+        columns, rows, below = ["recipe", "processes", "mean", "least to most", "seeds"], [], []
         for start in starts:
             found = reached(result, *start)
             rows.append([*start, f"{statistics.mean(found):.2%}", f"{min(found):.2%} to {max(found):.2%}", len(found)])
@@ -136,12 +134,15 @@ def markdown(results):
             taken = [minutes(result, *start) for start in starts]
             rows = [[*row, f"{own:.1f}", f"{taken[0] / own:.2f}", f"{predicted[str(row[1])]:.1f}"]
                     for row, own in zip(rows, taken, strict=True)]
+            below = ["The time is that of training, without validation and start-up. [The cost model](model.md)",
+                     "predicts it from that of one process. The models and GPUs of the published table are unknown:",
+                     "compare the speed-up only.", ""]
             published = model.PUBLISHED[folder]
             rows += [["published, GPUs", p, *"---", f"{seconds / 60:.1f}", f"{published[1] / seconds:.2f}", "-"]
                      for p, seconds in published.items()]
         share = f"{threads} thread per process" if threads else "all cores"
         lines += [f"## {folder}, {net}, {epochs} epochs, {share}", "", runs.table(columns, rows), "",
-                  runs.heading(result), ""]
+                  *below, runs.heading(result), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
 
 

@@ -29,7 +29,7 @@ def accuracy_lines(results):
             sources[source(results[name])] = True
     others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
               f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
-              for name in ("cifar10-resnet18",) if name in results for run in results[name]["runs"]]
+              for run in results.get("cifar10-resnet18", {"runs": []})["runs"]]
     return ["**Accuracy** on real data with the documented defaults: the mean of three seeds after the last epoch",
             "([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).", "", runs.table(
                 ["data set", "model", "epochs", *(f"{start} x{p}" for start, p in accuracy.EACH)], rows, left=2),

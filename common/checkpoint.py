@@ -44,7 +44,8 @@ def save(folder: Path, checkpoint: dict, best: bool) -> None:
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **checkpoint}, buffer)
     buffer.seek(0)
-    torch.load(buffer, map_location="cpu", weights_only=True)  # what it refuses must not wait for --resume
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        raise TypeError(f"--resume could not read {', '.join(unsafe)}: save only numbers, strings, lists and tensors")
     for name in ("best.pt", "last.pt") if best else ("last.pt",):
         write(folder / name, buffer.getbuffer())
 

@@ -97,9 +97,8 @@ class Run:
         self._check_finite(self.sums[0])
         self.stopping = stop > 0
         self.save_due |= self.stopping
-        if self.stopping and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-            # A rank that is not told ends with status 1, so that torchrun starts again, without the node that was told
-            atexit.register(lambda: processes.stop_requested.wait(2) or os._exit(1))
+        if self.stopping and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):  # torchrun restarts after status 1
+            atexit.register(lambda: processes.stop_requested.wait(2) or os._exit(1))  # of the ranks that were not told
         self.bar.set_postfix(loss=f"{self.sums[0] / self.sums[2]:.4f}", refresh=False)
 
     def _check_finite(self, loss):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: before the group exists, or its default arguments keep the group to the end
+import torch.distributed.nn  # dist: DDP imports it; after init_process_group its defaults would keep the group alive
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: before the group exists, or its default arguments keep the group to the end
+import torch.distributed.nn  # dist: DDP imports it; after init_process_group its defaults would keep the group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -134,4 +134,4 @@ if __name__ == "__main__":
                        "them to an address and a free port of the first")  # dist: else they wait for each other
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: any free port, on one machine
-    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: main in each, until all end
+    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: calls main in new processes

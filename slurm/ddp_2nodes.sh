@@ -3,7 +3,7 @@
 #
 #     sbatch slurm/ddp_2nodes.sh
 #     sbatch --nodes=4 --gpus-per-node=8 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --epochs 10
-#     sbatch --gpus-per-node=0 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --synthetic   # on the CPUs, two processes each
+#     sbatch --gpus-per-node=0 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --synthetic   # on CPUs, two per node
 #
 # Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=ddp

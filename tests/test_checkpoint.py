@@ -258,7 +258,7 @@ EDITS = st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.binary(max_size=8)
                  max_size=5)
 
 
-@settings(max_examples=FUZZ, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=FUZZ, suppress_health_check=list(HealthCheck))
 @given(edits=EDITS)
 def test_fuzz(edits, tmp_path_factory):
     """A file of any bytes: read as a checkpoint, or CorruptCheckpoint with one line."""
