@@ -26,6 +26,8 @@ def fail(message: str, status: int = 2):
     print(f"{os.path.basename(sys.argv[0])}: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     if rank is None:
         sys.exit(status)
+    if rank == 0:
+        time.sleep(1)  # mp.spawn: rank 0 holds the store, and ranks that still connect would print torch's errors
     os._exit(status)  # skips the destructors of the process group, which can hang or abort
 
 
