@@ -21,13 +21,11 @@ sigterms = []  # when each SIGTERM came
 def fail(message: str, status: int = 2):
     """Print one line that says what is wrong and what to do, and exit; status 2 means wrong input."""
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
-    if rank and stop_requested.wait(3):  # usually all ranks fail: rank 0 prints first, and its launcher ends the others
-        os._exit(status)
-    print(f"{os.path.basename(sys.argv[0])}: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    if not (rank and stop_requested.wait(3)):  # usually all ranks fail: rank 0 prints, and its launcher ends the others
+        print(f"{os.path.basename(sys.argv[0])}: {f'rank {rank}: ' * bool(rank)}{message}", file=sys.stderr, flush=True)
     if rank is None:
         sys.exit(status)
-    if rank == 0:
-        time.sleep(1)  # mp.spawn: rank 0 holds the store, and ranks that still connect would print torch's errors
+    time.sleep(1)  # under mp.spawn rank 0 holds the store: ranks that still connect would print torch's errors
     os._exit(status)  # skips the destructors of the process group, which can hang or abort
 
 
