@@ -1,4 +1,4 @@
-"""Train on real data with the documented defaults, and write down the accuracy that each recipe reaches.
+"""Train on real data, and write down the accuracy that each recipe reaches.
 
     python benchmarks/accuracy.py --data-dir data
     python benchmarks/accuracy.py --data-dir data --only mnist-convnet
@@ -40,7 +40,7 @@ TRAININGS = {
     "cifar10-convnet": ("cifar10", "convnet", 10, 3, EACH, 0),
     "cifar10-resnet18": ("cifar10", "resnet18", 30, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
     "imagenet-convnet": ("imagenet", "convnet", 5, 1, [("single.py", 1), ("ddp_launch.py", 2)], 0),
-    # as in the table that this project began with, see model.py: a process has one GPU there, and one core here
+    # as in the table that this project began with, see model.py: a process has one GPU there, and one thread here
     "mnist-32-epochs": ("mnist", "convnet", 32, 1, PUBLISHED, 1),
     "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, PUBLISHED, 1),
 }
@@ -142,7 +142,7 @@ def markdown(results):
                      for p, seconds in published.items()]
         share = f"{threads} thread per process" if threads else "all cores"
         lines += [f"## {folder}, {net}, {epochs} epochs, {share}", "", runs.table(columns, rows), "",
-                  *below, runs.heading(result), ""]
+                  *below, f"{runs.heading(result)} {result.get('note', '')}".rstrip(), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
 
 
@@ -165,6 +165,7 @@ def parse_args():
     parser.add_argument("--device", default="auto", help="of the recipes (default: %(default)s)")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with MNIST and CIFAR-10")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), metavar="DIR", help="for the runs")
+    parser.add_argument("--note", default="", help="about the data, for the page")
     parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which models")
     parser.add_argument("--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results")
     return parser.parse_args()
@@ -172,11 +173,13 @@ def parse_args():
 
 def main():
     arguments = parse_args()
-    arguments.threads = f"{os.cpu_count()}/processes"
     path = arguments.out / "accuracy.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in arguments.only:
-        results[name] = runs.about(arguments) | {"runs": train(arguments, name)}
+        arguments.threads = TRAININGS[name][5] or f"{os.cpu_count()}/processes"
+        about, found = runs.about(arguments), train(arguments, name)
+        if results.get(name, {}).get("runs") != found:  # else no run is new, and they are of the commit that it names
+            results[name] = about | {"runs": found, "note": arguments.note}
         results[name]["predicted"] = predict(arguments, name, results[name])
         results = {name: results[name] for name in TRAININGS if name in results}  # in their order
         runs.save(arguments, "accuracy", results, markdown(results))

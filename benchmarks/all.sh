@@ -35,10 +35,10 @@ for script in scaling startup cpu; do
     python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
 done
 python benchmarks/model.py --out "$results" > /dev/null
-if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ]; then
+if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ] && command -v horovodrun > /dev/null; then
     python benchmarks/accuracy.py --out "$results" > /dev/null
 fi
-if [ -d data/MNIST ] && [ -d peers/examples ] && [ -d peers/horovod ]; then
+if [ -d data/MNIST ] && [ -d peers/examples ] && [ -d peers/horovod ] && command -v horovodrun > /dev/null; then
     [ -d runs/jpegs ] || python benchmarks/jpeg_tree.py runs/jpegs --images 192
     python benchmarks/peers.py --peers peers --tree runs/jpegs --out "$results" > /dev/null
 fi

@@ -69,11 +69,9 @@ def join(pick_device):
 def join_torch(pick_device):
     local_rank, local_world_size = processes.torchrun_env()
     device = pick_device(local_rank, local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(device_id=device)
     return Group(dist.get_backend(), device, local_rank, local_world_size, dist.get_rank(), dist.get_world_size(),
                  dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
@@ -106,7 +104,7 @@ def sum_is_right(group, size):
 def seconds_of(group, size, repeats):
     """The seconds that an all-reduce of `size` bytes takes, in each repetition; the same on all ranks."""
     tensor = torch.zeros(size // 4, device=group.device)  # zeros: repeated sums do not grow
-    calls = 20 if group.device.type == "cuda" else max(1, min(20, 2**22 // size))
+    calls = 20 if group.device.type != "cpu" else max(1, min(20, 2**22 // size))
     own = []
     for _ in range(1 + repeats):  # the first one warms up
         group.barrier()
@@ -120,8 +118,8 @@ def seconds_of(group, size, repeats):
 
 
 def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def bus_bandwidth(size, seconds, world_size):
@@ -149,7 +147,7 @@ def main():
 
     def pick_device(local_rank, local_world_size):
         enough = torch.cuda.device_count() >= local_world_size
-        return torch.device("cuda", local_rank) if enough else torch.device("cpu")
+        return torch.device("cuda", local_rank) if enough else torch.device("cpu", 0)
 
     group = join(pick_device)
     if group.world_size == 1:

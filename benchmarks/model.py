@@ -16,6 +16,7 @@ a CPU whose cores are all busy, sending takes time from computing.
 import json
 import math
 import statistics
+from pathlib import Path
 
 import runs
 import torch
@@ -217,7 +218,7 @@ def draw(arguments, measured, fits, works):
                           lambda n, p=p, form=form: form(p, n, alpha, beta), overlap) for p in processes]
             name = f"{work['dataset']}, {form.__name__}{', hidden' if overlap else ''}"
             middle.plot(processes, [work["step"] / seconds for seconds in steps], style, color=f"C{number}", label=name)
-        on_cores = {p: seconds for p, seconds in work["measured"].items() if p <= 2}
+        on_cores = {p: seconds for p, seconds in work["measured"].items() if p <= measured[0]["hardware"]["cores"]}
         middle.plot(list(on_cores), [work["step"] / seconds for seconds in on_cores.values()], "o", color=f"C{number}")
     middle.set(xscale="log", xticks=[1, 4, 16, 64, 256, 1024], xticklabels=["1", "4", "16", "64", "256", "1,024"],
                ylim=(0, 1.05), title="weak scaling, a core per process (dots: measured)", xlabel="processes",
@@ -247,7 +248,9 @@ def read(folder):
 
 
 def main():
-    arguments = runs.parser(__doc__, repeats=1).parse_args()
+    parser = runs.flags.Parser(__doc__)
+    parser.add_argument("--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results")
+    arguments = parser.parse_args()
     scaling, measured, fits = read(arguments.out)
     works = workloads(scaling)
     text = markdown(scaling, fits, works, cores=measured[0]["hardware"]["cores"])

@@ -185,7 +185,10 @@ def markdown(result):
 
 
 def main():
-    parser = runs.parser(__doc__, repeats=3)
+    parser = runs.flags.Parser(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--repeats", type=runs.flags.COUNT, default=3, metavar="N", help="of allreduce.py")
+    parser.add_argument("--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), metavar="NAME", help=", ".join(LINKS))
     parser.add_argument("--processes", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="(default: 2 4)")
     arguments = parser.parse_args()

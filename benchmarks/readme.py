@@ -26,12 +26,13 @@ def accuracy_lines(results):
         if starts == accuracy.EACH and name in results:
             cells = [statistics.mean(accuracy.reached(results[name], *start)) for start in starts]
             rows.append([folder, net, epochs, *(f"{cell:.2%}" for cell in cells)])
-            sources[source(results[name])] = True
+            sources[f"{source(results[name])} {results[name].get('note', '')}".rstrip()] = True
     others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
               f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
               for run in results.get("cifar10-resnet18", {"runs": []})["runs"]]
-    return ["**Accuracy** on real data with the documented defaults: the mean of three seeds after the last epoch",
-            "([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).", "", runs.table(
+    return ["**Accuracy** on real data, with the default batch and rate of each model: mean of three seeds after the",
+            "last epoch ([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).",
+            "", runs.table(
                 ["data set", "model", "epochs", *(f"{start} x{p}" for start, p in accuracy.EACH)], rows, left=2),
             "", *others, *sources]
 
@@ -43,9 +44,10 @@ def peers_lines(result):
                   for figure in ("seconds", "images_per_sec", "memory")]
         reached = [f"{statistics.median(one['accuracy'] for one in who):.1f}%" for who in zip(*turns, strict=True)]
         rows.append([name, peers.PEERS[name][2], *(f"{ratio:.2f}" for ratio in ratios), *reached])
-    return ["**Beside the examples of PyTorch and Horovod**, with their model, optimizer and batch: our figure divided",
-            "by theirs in each turn; the table has the median of these ratios. Time and memory are those of the whole",
-            "command, images/s those of training in the last epoch. On generated JPEGs the accuracy is chance",
+    return ["**Beside the examples of PyTorch and Horovod**, with their model, optimizer and batch, and our schedule.",
+            f"Both ran alternately, {result['repeats']} times each, with epochs: {result['epochs']}. Time, images/s",
+            "and memory are medians of our figure divided by theirs. Time and memory are those of the whole command,",
+            "images/s those of training. The generated JPEGs have nothing to learn: 25% is chance",
             "([peers.md](benchmarks/results/peers.md)).",
             "", runs.table(["example", "our recipe", "time", "images/s", "memory", "their accuracy", "ours"],
                            rows, left=2),
@@ -57,9 +59,10 @@ def scaling_lines(result):
     start = next(number for number, line in enumerate(lines) if line.startswith("## cifar10") and "weak" in line) + 2
     table = lines[start:lines.index("", start)]
     return ["**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the images/s of p processes",
-            "divided by p times those of one; of the limit: by those of p processes that do not communicate. Both are",
-            "medians over the repetitions, each of which has a ratio of its own. (!17%) marks runs that differ by 17%",
-            "of their median ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
+            "divided by p times those of one process. 'Of the limit' divides by those of p processes that do not",
+            "communicate. Both are medians of the ratios of each repetition. (!15%) marks runs that differ by more",
+            "than 10% of their median, here by 15%. With more processes than cores, some share a core",
+            "([scaling.md](benchmarks/results/scaling.md)).", "", *table,
             "", source(result), "",
             "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -159,7 +160,7 @@ def about(arguments) -> dict:
     """How, on what hardware, when and at which commit of this repository a result was measured."""
     count = torch.cuda.device_count()
     gpus = f"{count} x {machine.hardware(torch.device('cuda', 0))}" if count else "no GPU"
-    return {"command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    return {"command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
             "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
             "threads": arguments.threads, "versions": machine.versions(),
             "commit": machine.commit(), "date": str(datetime.date.today())}

@@ -5,7 +5,7 @@
 
 Weak scaling: a fixed batch per process, so the global batch grows. Strong scaling: a fixed global batch. `independent`
 is the same number of single.py side by side, without communication: the upper bound that cores, memory and power of
-this machine allow. With more processes than cores or GPUs only DDP is measured, for model.py. Generated images; the
+this machine allow. With more processes than cores only DDP is measured, for model.py. Generated images; the
 first epoch warms up and does not count.
 """
 
@@ -38,7 +38,7 @@ def settings(arguments):
             if whole % processes:
                 fail(f"a global batch of {whole} does not divide over {processes} processes: runs of different global "
                      "batch cannot be compared")
-            full = processes > (torch.cuda.device_count() if arguments.device == "auto" else os.cpu_count())
+            full = processes > os.cpu_count()
             names = ["single"] if processes == 1 else \
                 [name for name in ("independent", *arguments.strategies) if not full or name == "ddp_launch"]
             for name in names:

@@ -21,7 +21,7 @@ class CorruptCheckpoint(Exception):
 
 
 def write(path: Path, content: bytes | memoryview) -> None:
-    """Replace the file `path` by the bytes `content` atomically: a crash leaves the old file or the new one."""
+    """Replace `path` by the bytes `content` atomically; last.pt first becomes previous.pt, and is gone for a moment."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -53,12 +53,12 @@ def save(folder: Path, checkpoint: dict, best: bool) -> None:
 def read(path: Path) -> tuple[dict, int]:
     """Return (the dict in the file `path`, a fingerprint of the file); raises OSError or CorruptCheckpoint."""
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load ignores CRC-32s, and reads a folder (bit 16) as zeros
+        with zipfile.ZipFile(path) as archive:  # torch.load ignores CRC-32s, and reads folders (attribute 16) as zeros
             if archive.testzip() or any(entry.external_attr & 16 for entry in archive.infolist()):
                 raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
             fingerprint = zlib.crc32(repr([entry.CRC for entry in archive.infolist()]).encode())
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code
-        return {"format": int(checkpoint["format"]), **checkpoint}, fingerprint
+        return checkpoint | {"format": int(checkpoint["format"])}, fingerprint
     except (OSError, CorruptCheckpoint):
         raise
     except Exception as error:  # a file that torch.save did not write can raise anything

@@ -55,7 +55,7 @@ def parser(doc: str, dataset: str) -> Parser:
     p.set_defaults(dataset=dataset)
     add = p.add_argument_group("device").add_argument
     add("--device", default="auto", metavar="NAME", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
-    add("--timeout", type=COUNT, default=600, metavar="SECONDS", help="end a rank that waits longer for data" + DEFAULT)
+    add("--timeout", type=COUNT, default=600, metavar="SECONDS", help="end a rank whose step takes longer" + DEFAULT)
     add = p.add_argument_group("output").add_argument
     add("--log-interval", type=COUNT, default=10, metavar="STEPS", help="check loss and signals this often" + DEFAULT)
     add("--log-dir", metavar="DIR", help="for TensorBoard events and results.json (default: a new folder in runs/)")

@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, args, strategy: str, device: torch.device, state: dict, lr: float, rank: int = 0,
                  world_size: int = 1, all_reduce = lambda tensor: None):
-        if world_size == 1 and {os.environ.get(name, "1") for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")} != {"1"}:
+        if world_size == 1 and {os.getenv(f"{n}_SIZE", "1") for n in ("WORLD", "OMPI_COMM_WORLD", "HOROVOD")} != {"1"}:
             fail("a launcher started several of these, and each would train alone: use python (hvd.py: horovodrun)")
         self.args, self.strategy, self.device, self.state = args, strategy, device, state
         self.rank, self.world_size, self.all_reduce = rank, world_size, all_reduce
@@ -92,7 +92,7 @@ class Run:
             return
         total = torch.cat((metrics.sums, metrics.sums.new_full((1,), processes.stop_requested.is_set())))
         self.all_reduce(total)
-        *sums, stop = total.tolist()  # the only line of a step at which Python waits for the GPU
+        *sums, stop = total.tolist()  # the only line of Run at which Python waits for the GPU
         self.sums = [a + b for a, b in zip(sums, metrics.before, strict=True)]
         self._check_finite(self.sums[0])
         self.stopping = stop > 0

@@ -31,7 +31,7 @@ def add_flags(p):
     add = p.add_argument_group("images").add_argument
     cores = len(os.sched_getaffinity(0)) // max(1, torch.accelerator.device_count())
     add("-j", "--workers", type=flags.number(int, 0), default=max(1, cores), metavar="N",
-        help="loader processes per training process (default: the cores per GPU)")
+        help="loader processes of a training process, and as many for validation (default: the cores per GPU)")
     add("--loader", choices=LOADERS, default="pillow",
         help="the JPEG decoder; nvimgcodec decodes only the crop (default: %(default)s)")
     add("--image-size", type=flags.number(int, 32), default=224, metavar="PIXELS", help="height and width")

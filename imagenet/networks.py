@@ -12,10 +12,10 @@ from common.models import MODELS as SMALL
 from common.processes import fail
 
 # These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another optimizer
-WITHOUT_BATCH_NORM = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
+SMALL_RATE = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
 # The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any size
 LRS = {"resnet50": 0.1, "convnet": 0.02, "lenet": 0.02, **{
-    name: 0.01 if name.startswith(WITHOUT_BATCH_NORM) and not name.endswith("_bn") else 0.1
+    name: 0.01 if name.startswith(SMALL_RATE) and not name.endswith("_bn") else 0.1
     for name in torchvision_models.list_models(module=torchvision_models)}}
 
 

@@ -10,8 +10,9 @@
 Start it in place of a recipe, with the flags of the data set's single.py. The line that begins with "doctor" says "all
 is well", with status 0, or what is wrong and what to do, and status 1 (2 for wrong input). It trains nothing and writes
 no results. With --data-dir it reads the data set as a recipe does, and downloads it if it is missing; without, it uses
-as many blank images. For a recipe of your own, `--recipe ../mine/train.py --data load` uses its flags, and the two
-datasets that its load(args) returns; without --data the datasets are not checked. --dataset none needs no recipe.
+blank images: as many for training, and a fifth for validation. For a recipe of your own, `--recipe ../mine/train.py
+--data load` uses its flags, and the two datasets that its load(args) returns; without --data the datasets are not
+checked. --dataset none needs no recipe.
 """
 
 import argparse
@@ -237,8 +238,8 @@ def main():
         stop_if(faults)
         say(f"{args.dataset}{', generated' if getattr(args, 'synthetic', None) else ''}: {what_is_read}")
     if hasattr(args, "lr"):
-        say(f"learning rate {args.lr * schedule.lr_factor(args, group.world_size):g} (--lr {args.lr:g} --scale-lr "
-            f"{args.scale_lr})")
+        say(f"learning rate {args.lr * schedule.lr_factor(args, group.world_size):g} (--lr {args.lr:g} times "
+            f"{schedule.lr_factor(args, group.world_size):g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, datasets and load is not blank and datasets[0])))
     warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
     for warning in warnings:

@@ -20,6 +20,7 @@ names = [name for name in arguments[0] if name not in of_a_run and len({str(a.ge
 print("| run |", *(f"{name} |" for name in names), "epochs | best val accuracy | last val loss |")
 print("| --- |" + " ---: |" * (len(names) + 3))
 for file, run in zip(files, runs, strict=True):
-    val = [epoch["val"] for epoch in run["epochs"]]
+    val = [epoch["val"] for epoch in run["epochs"]]  # none, if the run ended in its first epoch
+    best = f"{max(v['accuracy'] for v in val):.2%} | {val[-1]['loss']:.4f}" if val else "- | -"
     print(f"| {file.parent} |", *(f"{run['arguments'].get(name)} |" for name in names),
-          f"{len(val)}/{run['arguments']['epochs']} | {max(v['accuracy'] for v in val):.2%} | {val[-1]['loss']:.4f} |")
+          f"{len(val)}/{run['arguments']['epochs']} | {best} |")

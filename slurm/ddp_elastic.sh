@@ -4,11 +4,12 @@
 # without it. SLURM queues its task again; when it starts, the others save, and all restart together.
 #
 #     sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8
-#     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 4096 --lr 3.2
+#     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 3072 --lr 2.4
 #     sbatch --gpus-per-node=0 slurm/ddp_elastic.sh cifar10/ddp_launch.py --synthetic -G 256   # on the CPUs
 #
-# -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes; --lr is for this batch. When a
-# task is cancelled or preempted, or its time ends, the run is saved, and the others go on from there.
+# -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes; --lr is for this batch. It must be a
+# multiple of each number of processes that can remain: 3072 is one of 8, 16, 24 and 32. When a task is cancelled or
+# preempted, or its time ends, the run is saved, and the others go on from there.
 # Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=ddp-elastic
 #SBATCH --array=0-1

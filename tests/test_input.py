@@ -87,13 +87,15 @@ def test_without_a_launcher(tmp_path):
     assert "torchrun --nproc-per-node=2" in line
 
 
-@pytest.mark.parametrize("recipe", ["single", "hvd"])
-def test_a_launcher_of_another_recipe(recipe, tmp_path):
-    if recipe == "hvd":
+@pytest.mark.parametrize(("recipe", "launcher"), [
+    ("single", "torchrun --standalone --nproc-per-node=2"), ("hvd", "torchrun --standalone --nproc-per-node=2"),
+    ("single", "horovodrun --gloo -np 2 python")])
+def test_a_launcher_of_another_recipe(recipe, launcher, tmp_path):
+    if recipe == "hvd" or "horovodrun" in launcher:
         need_horovod("gloo")
-    job = Job(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/{recipe}.py --synthetic 320 --dry-run", tmp_path)
+    job = Job(f"{launcher} {ROOT}/mnist/{recipe}.py --synthetic 320 --dry-run", tmp_path)
     assert job.finish() != 0
-    assert f"\n{recipe}.py: a launcher started several of these" in f"\n{job.output()}"
+    assert f"{recipe}.py: a launcher started several of these" in job.output()
     assert "epoch 1" not in job.output()
     assert not list(tmp_path.iterdir())
 

@@ -61,6 +61,9 @@ def test_array_and_its_table(cluster, tmp_path):
         assert table[0] == f"| run | {name} | epochs | best val accuracy | last val loss |"
         assert [row.split(" | ")[:3] for row in table[2:]] == \
             [[f"| runs/array-{job.id}/{task}", value, "2/2"] for task, value in enumerate(values)]
+    results = tmp_path / "runs" / f"array-{job.id}" / "1" / "results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"epochs": []}))  # as when its loss is not finite
+    assert run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).endswith("| 0/2 | - | - |\n")
     assert len(run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2).splitlines()) == 1
 
 
