@@ -27,9 +27,9 @@ from common.processes import fail
 
 WIDE = 0.1  # tables mark figures with a larger spread: (largest - smallest) / median
 TITLES = {"single": "one process", "independent": "independent processes",
-          "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "hvd_gloo": "Horovod, Gloo",
-          "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
-COLORS = dict(zip(TITLES, ("#444444", "#999999", "#56b4e9", "#0072b2", "#d55e00", "#cc79a7", "#009e73"),
+          "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "ddp_pinned": "DDP, pinned",
+          "hvd_gloo": "Horovod, Gloo", "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
+COLORS = dict(zip(TITLES, ("#444444", "#999999", "#56b4e9", "#0072b2", "#000000", "#d55e00", "#cc79a7", "#009e73"),
                   strict=True))
 
 
@@ -39,6 +39,8 @@ def command(strategy: str, processes: int, folder: Path) -> str:
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "ddp_pinned": f"torchrun --standalone --nproc-per-node={processes} --no-python {ROOT}/scripts/pin.sh "
+                      f"{folder}/ddp_launch.py",
         "ddp_amp": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_amp.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
         "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
@@ -49,6 +51,7 @@ def command(strategy: str, processes: int, folder: Path) -> str:
 def available() -> list[str]:
     """The strategies that this machine can run."""
     there = ["single", "independent", "ddp_spawn", "ddp_launch"]
+    there += ["ddp_pinned"] * (not torch.cuda.is_available())
     with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):  # Horovod prints what it lacks
         import horovod.torch as hvd
 

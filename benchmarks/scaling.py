@@ -164,7 +164,7 @@ def parse_args():
     parser = runs.parser(__doc__, repeats=3)
     parser.add_argument("--datasets", nargs="+", choices=WORK, default=list(WORK), help="which recipes")
     parser.add_argument("--strategies", nargs="+", choices=there, help="how they average gradients",
-                        default=[name for name in ("ddp_launch", "hvd_gloo", "hvd_mpi", "hvd_nccl") if name in there])
+                        default=[name for name in there if name != "ddp_spawn"])
     gpus = torch.cuda.device_count()
     parser.add_argument("--processes", nargs="+", type=flags.COUNT, metavar="N",
                         default=[n for n in (1, 2, 4, 8) if n <= (gpus if gpus > 1 else 4)])

@@ -32,7 +32,7 @@ def markdown(result):
 
 
 def parse_args():
-    there = [name for name in runs.available() if name != "independent"]
+    there = [name for name in runs.available() if name not in ("independent", "ddp_pinned")]
     parser = runs.parser(__doc__, repeats=2)
     parser.add_argument("--strategies", nargs="+", choices=there, default=there, help="how the recipe is started")
     return parser.parse_args()

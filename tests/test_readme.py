@@ -42,10 +42,12 @@ ELSEWHERE = {
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": "a job that trains for long",
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
-    "sbatch slurm/ddp_elastic.sh": "a node has to fail",
+    "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
+    # tests/test_scripts.py has this
+    "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": "it prints what it got",
     # tests/test_docs.py has these
     "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu": "an example with its figures",
     "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "
@@ -70,7 +72,6 @@ ELSEWHERE = {
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": "tests/launch.py sets them for all tests",
     "python -m torch.distributed.launch": "a name in a sentence",
     "horovodrun --min-np": "a name in a sentence",
-    "mpirun --bind-to core": "a name in a sentence",
     'pip install --no-build-isolation --config-settings "--build-option=--cpp_ext --cuda_ext" '
     "git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
     "pip download --no-deps --no-binary :all: horovod==0.28.1": "done by scripts/install_horovod.sh",

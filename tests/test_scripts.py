@@ -1,8 +1,10 @@
-"""scripts/export.py and scripts/install_horovod.sh."""
+"""scripts/export.py, scripts/install_horovod.sh and scripts/pin.sh."""
 
 import os
+import re
 from pathlib import Path
 
+import pytest
 import torch
 from forked import compute, refused
 from launch import HOROVOD, need, need_horovod, run
@@ -41,6 +43,22 @@ def test_horovod_has_nccl_where_nvcc_is():
     nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     need(nvcc.exists(), f"the CUDA toolkit, then again {HOROVOD}")
     assert hvd.nccl_built()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun --standalone --nproc-per-node=2 --no-python",
+                                      "horovodrun --gloo -np 2", "mpirun --bind-to none -np 2"])
+def test_pin(launcher, tmp_path):
+    """Each of two processes has half of the cores, and a thread for each."""
+    if not launcher.startswith("torchrun"):
+        need_horovod("gloo" if "gloo" in launcher else "mpi")
+    (tmp_path / "show.py").write_text(
+        "import os; print('cores', *os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])")
+    shown = run(f"{launcher} {ROOT}/scripts/pin.sh show.py", tmp_path)
+    shares = [list(map(int, numbers.split())) for numbers in re.findall(r"cores ([\d ]+)", shown)]
+    assert len(shares) == 2
+    cores, half = os.sched_getaffinity(0), len(os.sched_getaffinity(0)) // 2
+    assert all(threads == len(own) == half for *own, threads in shares)
+    assert len({core for *own, _ in shares for core in own} & cores) == 2 * half
 
 
 def test_horovod_from_another_file(tmp_path):
