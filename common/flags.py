@@ -104,12 +104,10 @@ def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.d
     """The torch.device for process `local_rank` of `local_world_size` on this machine; fails with too few GPUs."""
     found = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
     name = found if args.device == "auto" else args.device
-    if name == "cpu":
-        return torch.device("cpu", 0)
     count = torch.accelerator.device_count() if name == found else 0
-    if count < local_world_size:
+    if name != "cpu" and count < local_world_size:
         fail(f"torch sees {count} {name} devices for {local_world_size} processes: start fewer, or use --device cpu")
-    return torch.device(name, local_rank)
+    return torch.device(name, local_rank if name != "cpu" else 0)
 
 
 def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Module:
@@ -118,6 +116,8 @@ def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Mo
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # high: TF32, as in convolutions
     if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
         libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # keep freed memory: page faults in each step would fetch it again
+        for thread in os.listdir("/proc/self/task"):  # SCHED_BATCH: no thread interrupts another, which can cost 4 ms
+            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))  # ... in each all-reduce: docs/cpu.md
     if args.channels_last:
         model.to(memory_format=torch.channels_last)
         model.register_forward_pre_hook(lambda _, images: images[0].contiguous(memory_format=torch.channels_last))

@@ -95,8 +95,7 @@ class Run:
         *sums, stop = total.tolist()  # the only line of Run at which Python waits for the GPU
         self.sums = [a + b for a, b in zip(sums, metrics.before, strict=True)]
         self._check_finite(self.sums[0])
-        self.stopping = stop > 0
-        self.save_due |= self.stopping
+        self.stopping, self.save_due = stop > 0, self.save_due or stop > 0
         if self.stopping and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):  # torchrun restarts after status 1
             atexit.register(lambda: processes.stop_requested.wait(2) or os._exit(1))  # of the ranks that were not told
         self.bar.set_postfix(loss=f"{self.sums[0] / self.sums[2]:.4f}", refresh=False)

@@ -137,17 +137,22 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path):
         assert f"'{package}'" not in there
 
 
-def test_gloo_ends_before_python_does(tmp_path):
-    """Its threads can drop a tensor late, and abort a process that is about to end: pytorch issue 190489."""
+def test_gloo_threads(tmp_path):
+    """They end before Python does, as one that drops a tensor late can abort the process: pytorch issue 190489.
+
+    All threads have SCHED_BATCH (docs/cpu.md).
+    """
     last = "    dist.destroy_process_group()"
     names = "print('threads', [open(path).read() for path in __import__('glob').glob('/proc/self/task/*/comm')])"
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, f"    {names}\n{last}")
+    policies = "import os; print('policies', {os.sched_getscheduler(int(t)) for t in os.listdir('/proc/self/task')})"
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, f"    {names}\n    {policies}\n{last}")
     path = copy / "ddp_launch.py"
     path.write_text(f"{path.read_text()}    {names}\n")
     output = run(f"torchrun --standalone --nproc-per-node=2 {copy}/ddp_launch.py --dry-run --synthetic --device cpu",
                  cwd=tmp_path)
     assert ["gloo" in line for line in output.splitlines() if line.startswith("threads")].count(True) == 2
     assert output.count("threads") == 4
+    assert output.count(f"policies {{{os.SCHED_BATCH}}}") == 2
 
 
 def test_progress_bar_on_a_terminal_only(tmp_path):
