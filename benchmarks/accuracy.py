@@ -179,7 +179,9 @@ def main():
         arguments.threads = TRAININGS[name][5] or f"{os.cpu_count()}/processes"
         about, found = runs.about(arguments), train(arguments, name)
         if results.get(name, {}).get("runs") != found:  # else no run is new, and they are of the commit that it names
-            results[name] = about | {"runs": found, "note": arguments.note}
+            results[name] = about | {"runs": found}
+        if arguments.note:
+            results[name]["note"] = arguments.note
         results[name]["predicted"] = predict(arguments, name, results[name])
         results = {name: results[name] for name in TRAININGS if name in results}  # in their order
         runs.save(arguments, "accuracy", results, markdown(results))

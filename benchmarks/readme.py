@@ -26,7 +26,7 @@ def accuracy_lines(results):
         if starts == accuracy.EACH and name in results:
             cells = [statistics.mean(accuracy.reached(results[name], *start)) for start in starts]
             rows.append([folder, net, epochs, *(f"{cell:.2%}" for cell in cells)])
-            sources[f"{source(results[name])} {results[name].get('note', '')}".rstrip()] = True
+            sources |= dict.fromkeys(filter(None, (source(results[name]), results[name].get("note"))))
     others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
               f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
               for run in results.get("cifar10-resnet18", {"runs": []})["runs"]]
