@@ -84,12 +84,12 @@ def measure(command, cwd, threads, images, path):
     seconds, process.returncode = time.perf_counter() - began, os.waitstatus_to_exitcode(status)
     if process.returncode:
         fail(f"{command} ended with {process.returncode}: {lines[-1][1] if lines else ''}", status=1)
-    text, speed = "\n".join(line for _, line in lines), images_per_sec(lines, images)
+    text = "\n".join(line for _, line in lines)
     found = re.findall(r"val loss \S+ acc ([\d.]+)%|Accuracy: (\d+/\d+) |Accuracy: ([\d.]+)%|Acc@1 ([\d.]+) ", text)[-1]
-    correct, _, images = "".join(found).partition("/")  # MNIST's example rounds its percentage to a whole number
-    accuracy = 100 * int(correct) / int(images) if images else float(correct)
+    correct, _, total = "".join(found).partition("/")  # MNIST's example rounds its percentage to a whole number
+    accuracy = 100 * int(correct) / int(total) if total else float(correct)
     return {"seconds": seconds, "memory": used.ru_maxrss / 2**20,
-            "images_per_sec": speed, "accuracy": accuracy}
+            "images_per_sec": images_per_sec(lines, images), "accuracy": accuracy}
 
 
 def images_per_sec(lines, images):

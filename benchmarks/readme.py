@@ -45,9 +45,9 @@ def peers_lines(result):
         reached = [f"{statistics.median(one['accuracy'] for one in who):.1f}%" for who in zip(*turns, strict=True)]
         rows.append([name, peers.PEERS[name][2], *(f"{ratio:.2f}" for ratio in ratios), *reached])
     return ["**Beside the examples of PyTorch and Horovod**, with their model, optimizer and batch, and our schedule.",
-            f"Both ran alternately, {result['repeats']} times each, with epochs: {result['epochs']}. Time, images/s",
-            "and memory are medians of our figure divided by theirs. Time and memory are those of the whole command,",
-            "images/s those of training. The generated JPEGs have nothing to learn: 25% is chance",
+            f"Example and recipe ran alternately, {result['repeats']} times each, with `--epochs {result['epochs']}`.",
+            "Time, images/s and memory are medians of our figure divided by theirs. Time and memory are those of the",
+            "whole command, images/s those of training. The generated JPEGs have nothing to learn: 25% is chance",
             "([peers.md](benchmarks/results/peers.md)).",
             "", runs.table(["example", "our recipe", "time", "images/s", "memory", "their accuracy", "ours"],
                            rows, left=2),

@@ -116,8 +116,8 @@ def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Mo
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # high: TF32, as in convolutions
     if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
         libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # keep freed memory: page faults in each step would fetch it again
-        for thread in os.listdir("/proc/self/task"):  # SCHED_BATCH: no thread interrupts another, which can cost 4 ms
-            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))  # ... in each all-reduce: docs/cpu.md
+        for thread in os.listdir("/proc/self/task"):  # SCHED_BATCH: a thread that wakes up interrupts no other;
+            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))  # ... Gloo's would poll: docs/cpu.md
     if args.channels_last:
         model.to(memory_format=torch.channels_last)
         model.register_forward_pre_hook(lambda _, images: images[0].contiguous(memory_format=torch.channels_last))

@@ -134,4 +134,4 @@ if __name__ == "__main__":
                        "them to an address and a free port of the first")  # dist: else they wait for each other
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: any free port, on one machine
-    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: calls main in new processes
+    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: join passes signals on to them

@@ -238,8 +238,8 @@ def main():
         stop_if(faults)
         say(f"{args.dataset}{', generated' if getattr(args, 'synthetic', None) else ''}: {what_is_read}")
     if hasattr(args, "lr"):
-        say(f"learning rate {args.lr * schedule.lr_factor(args, group.world_size):g} (--lr {args.lr:g} times "
-            f"{schedule.lr_factor(args, group.world_size):g})")
+        factor = schedule.lr_factor(args, group.world_size)
+        say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, datasets and load is not blank and datasets[0])))
     warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
     for warning in warnings:

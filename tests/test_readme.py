@@ -47,7 +47,7 @@ ELSEWHERE = {
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
     # tests/test_scripts.py has this
-    "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": "it prints what it got",
+    "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": "with a smaller script",
     # tests/test_docs.py has these
     "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu": "an example with its figures",
     "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "

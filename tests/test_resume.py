@@ -214,8 +214,8 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         if strategy.startswith("hvd") and "stopped after" not in output and time.monotonic() - told > 5:
             continue  # its launcher has killed it
         if "world size" not in output:
-            # horovodrun --gloo ends with 0 even if it stops ranks that have just been started
-            assert status != 0 or strategy == "hvd_gloo", "nothing has begun"
+            # horovodrun --gloo ends with 0 when it stops ranks that have just been started, whose shells say so
+            assert status != 0 or (strategy == "hvd_gloo" and "Terminated" in output), "nothing has begun"
         else:
             assert status == STATUS[strategy], output
             stop = re.search(r"stopped after a signal at epoch (\d+), sample (\d+)", output)
