@@ -12,8 +12,8 @@ from common.processes import fail
 
 FORMAT = 4
 # Arguments that a resumed run must keep. Batch size and --lr may change with the number of processes.
-MUST_MATCH = ("dataset", "synthetic", "model", "seed", "momentum", "weight_decay", "scale_lr", "warmup_epochs",
-              "image_size", "label_smoothing")
+MUST_MATCH = ("format", "dataset", "synthetic", "model", "seed", "momentum", "weight_decay", "scale_lr",
+              "warmup_epochs", "image_size", "label_smoothing")
 
 
 class CorruptCheckpoint(Exception):
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[dict, int]:
         raise CorruptCheckpoint(f"it is damaged, or not a checkpoint ({type(error).__name__})") from error
 
 
-def find(resume: str, folder: str | None) -> tuple[Path | None, dict, int, list]:
+def find(resume: str, folder: str | None, read=read) -> tuple[Path | None, dict, int, list]:
     """Find the checkpoint that --resume means: (path or None, dict, fingerprint, [(damaged file, reason)])."""
     damaged, auto = [], resume == "auto"
     if auto and folder is None:
@@ -84,16 +84,17 @@ def find(resume: str, folder: str | None) -> tuple[Path | None, dict, int, list]
 
 def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | None, list]:
     """Load `saved` into the objects of `state`; return its position and history; fails if it is from another run."""
-    own, there, name, only_model = vars(args), saved.get("arguments"), "arguments", getattr(args, "evaluate", False)
+    own, name, only_model = vars(args) | {"format": FORMAT}, "arguments", getattr(args, "evaluate", False)
     try:
-        if saved["format"] != FORMAT:
-            raise ValueError(f"its format is {saved['format']}, and this code reads {FORMAT}")
-        for flag in () if only_model else MUST_MATCH:
+        there = saved["arguments"] | {"format": saved["format"]}
+        for flag in MUST_MATCH[:1] if only_model else MUST_MATCH:
             if str(there.get(flag)) != str(own.get(flag)):
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
         for name, part in [("model", state["model"])] if only_model else state.items():
             if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and saved["rate"] != rate:
                 raise ValueError(f"it needs {saved['rate']}, and this run has {rate}")  # it counts steps
+            if "folder" in saved.get(name, {}) and not hasattr(part, "gathered"):
+                raise ValueError("its tensors are in shards: use fsdp.py, or scripts/unshard.py")
             if saved.get(name) or name not in ("scaler", "amp"):  # saved by a recipe without one
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:

@@ -39,11 +39,11 @@ class Run:
         self.output = Output(self) if rank == 0 else None
         self.recorder = threading.Timer(0, None)  # see processes.arm_watchdog
 
-    def resume(self) -> None:
-        """Load the checkpoint that --resume names, create the output folders, and print the setup."""
+    def resume(self, read=checkpoint.read) -> None:
+        """Load the checkpoint that --resume names with `read`, create the output folders, and print the setup."""
         args, path, saved, damaged = self.args, None, {}, []
         if args.resume:
-            path, saved, fingerprint, damaged = checkpoint.find(args.resume, args.checkpoint_dir or args.log_dir)
+            path, saved, fingerprint, damaged = checkpoint.find(args.resume, args.checkpoint_dir or args.log_dir, read)
             total = torch.tensor([fingerprint], device=self.device)
             self.all_reduce(total)
             if total.item() != fingerprint * self.world_size:

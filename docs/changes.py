@@ -10,13 +10,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "changes.md"
-MARK = re.compile("# (?:dist|amp): ")  # a changed line can also keep the reason that it has in the other recipe
+MARK = re.compile("# (?:dist|amp|fsdp): ")  # a changed line can also keep the reason that it has in the other recipe
 # recipe: (the one it is read beside, the mark before the reason on a line that it adds)
 PAIRS = {
     "dp.py": ("single.py", "# dist: "),
     "ddp_spawn.py": ("single.py", "# dist: "),
     "ddp_launch.py": ("single.py", "# dist: "),
     "hvd.py": ("single.py", "# dist: "),
+    "fsdp.py": ("ddp_launch.py", "# fsdp: "),
     "ddp_amp.py": ("ddp_launch.py", "# amp: "),
     "apex_amp.py": ("ddp_launch.py", "# amp: "),
 }

@@ -63,6 +63,7 @@ def strategies(processes, folder):
     return {
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "fsdp": f"torchrun --standalone --nproc-per-node={processes} {folder}/fsdp.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
         "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
     }

@@ -14,6 +14,7 @@ from recipes import RECIPES, ROOT, carried, name_of, small
 STARTS = {
     "single.py": "python {}", "dp.py": "python {}", "ddp_spawn.py": "python {} -g 2", "hvd.py":
     "horovodrun --gloo -np 2 python {}", "ddp_launch.py": "torchrun --standalone --nproc-per-node=2 {}",
+    "fsdp.py": "torchrun --standalone --nproc-per-node=2 {}",
     "ddp_amp.py": "torchrun --standalone --nproc-per-node=2 {}", "apex_amp.py": "python {}",
 }
 

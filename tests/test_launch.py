@@ -71,8 +71,8 @@ def test_docstring_command(recipe, group, start, tmp_path):
     first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
     names = {"--gloo": "Horovod, Gloo", "horovodrun": "Horovod, (MPI|Gloo)",  # it takes MPI if there is one
              "mpirun": "Horovod, MPI", "spawn.py": r"DDP, mp\.spawn", "ddp_amp.py": r"DDP \+ torch\.amp, torchrun",
-             "apex_amp.py": "Apex O., torchrun", "torch": "DDP, torchrun", "dp.py": "DataParallel, [0-9]+ GPUs",
-             "single.py": "one device"}
+             "fsdp.py": "FSDP, torchrun", "apex_amp.py": "Apex O., torchrun", "torch": "DDP, torchrun",
+             "dp.py": "DataParallel, [0-9]+ GPUs", "single.py": "one device"}
     strategy = next(names[part] for part in names if part in group[0])
     world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
     assert re.match(f"{recipe.parent.name}: {strategy} \\| world size {world_size} \\|", first), first

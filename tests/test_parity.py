@@ -6,7 +6,7 @@ import shutil
 import pytest
 from forked import compute
 from launch import TOLERANCE, checkpoint, largest_difference, need, need_horovod, strategies
-from recipes import in_float64, small
+from recipes import ROOT, changed_copy, in_float64, small
 
 GLOBAL_BATCH, LR = 32, 0.04
 # Two epochs of ten steps, so that set_epoch counts; weight decay and momentum, as a recipe may lose either; LeNet has
@@ -40,9 +40,10 @@ def single(tmp_path_factory):
     "mnist dp 1",  # only to run its code: on the CPU it is the bare model, on one process
     *(f"mnist {name} 2" for name in strategies(1, "")), "mnist ddp_launch 4", "mnist hvd_gloo 4",
     # test_siblings.py shows that the others differ from these only in what is specific to a data set
-    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2",
+    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2", "mnist fsdp 4", "cifar10 fsdp 2", "imagenet fsdp 2",
     # the flags for speed
-    "cifar10 ddp_launch 2 --channels-last", "mnist hvd_gloo 2 --channels-last", "mnist ddp_spawn 2 --compile"])
+    "cifar10 ddp_launch 2 --channels-last", "mnist hvd_gloo 2 --channels-last", "mnist ddp_spawn 2 --compile",
+    "mnist fsdp 2 --channels-last", "mnist fsdp 2 --compile", "mnist fsdp 2 --no-reshard-after-forward"])
 def test_parity(case, single, tmp_path):
     dataset, name, processes, *more = case.split()
     if name.startswith("hvd"):
@@ -59,6 +60,10 @@ WRAPPER = "    model = DistributedDataParallel(model, gradient_as_bucket_view=Tr
 HOROVOD_OPTIMIZER = """    optimizer = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)"""
+FSDP = (ROOT / "mnist" / "fsdp.py").read_text()
+SHARDING = FSDP[FSDP.index("    layers, sums = "):FSDP.index("    optimizer = ")]
+FSDP_OPTIMIZER = FSDP[FSDP.index("    optimizer = "):FSDP.index("    state = ")]
+ROOT_OF_MODEL = "    fully_shard(model, mp_policy=MixedPrecisionPolicy(layers, sums, sums))"
 MUTATIONS = {
     "ddp_spawn without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),
     "ddp_launch without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),
@@ -66,6 +71,8 @@ MUTATIONS = {
     "ddp_launch without set_epoch": ("        train.sampler.set_epoch(epoch, run.samples)", "        pass"),
     "ddp_launch without scaled rate": (" * schedule.lr_factor(args, world_size)", ""),
     "ddp_launch without shares": ("args.seed, rank, world_size)", "args.seed, 0, world_size)"),
+    "fsdp with the optimizer of the whole weights": (SHARDING + FSDP_OPTIMIZER, FSDP_OPTIMIZER + SHARDING),
+    "fsdp without averaging": ("    optimizer = ", "    model.set_requires_gradient_sync(False)\n    optimizer = "),
     "hvd_gloo without set_epoch": ("        train.sampler.set_epoch(epoch, run.samples)", "        pass"),
     "hvd_gloo without all-reduce": (HOROVOD_OPTIMIZER, "    pass"),
     "hvd_gloo without scaled rate": (
@@ -82,6 +89,20 @@ def test_parity_notices(mutation, single, tmp_path):
     folder = in_float64(tmp_path, "mnist", f"{name.removesuffix('_gloo')}.py", *MUTATIONS[mutation])
     weights = train(strategies(2, folder)[name], 2, tmp_path, tmp_path / "log")
     assert largest_difference(weights, single("mnist")[1]) > 1e-4
+
+
+def test_parity_of_resnet(tmp_path):
+    """FSDP computes what DDP does, also for layers that are in no block; torch refuses if the root does not shard them.
+
+    (One process computes something else: the statistics of BatchNorm are those of a process.)
+    """
+    folder, flags = in_float64(tmp_path, "cifar10"), "--model resnet18 --synthetic 60 --epochs 1"
+    fsdp, ddp = (train(strategies(2, folder)[name], 2, tmp_path, tmp_path / name, "cifar10", flags)
+                 for name in ("fsdp", "ddp_launch"))
+    assert largest_difference(fsdp, ddp) < TOLERANCE
+    folder = changed_copy(tmp_path / "changed", "cifar10/fsdp.py", ROOT_OF_MODEL, "    pass")
+    assert "mixed torch.Tensor and DTensor" in compute(
+        f"{strategies(2, folder)['fsdp']} {TRAINING} {flags} -b 8 --log-dir none", tmp_path, status=1)
 
 
 # A rate too small to change any weight, so that all see the same model. 4,608 of the images to train on fill nine
@@ -104,7 +125,7 @@ def exact(single, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_launch", "hvd_gloo"])
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_launch", "fsdp", "hvd_gloo"])
 def test_exact_evaluation(strategy, single, exact, tmp_path):
     """1,001 images on 3 processes: the loss and the accuracy of one process, though 3 does not divide 1,001."""
     if strategy.startswith("hvd"):

@@ -1,0 +1,146 @@
+"""What only fsdp.py needs: the modules to shard, and how sharded weights and momentum are saved and loaded."""
+
+import contextlib
+import shutil
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common import checkpoint
+
+
+def blocks(module):
+    """Yield the modules in each nn.Sequential: ResNet's blocks, ViT's encoder layers, the layers of a small model."""
+    for child in module.children():
+        if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
+            yield from blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def batch_norms(model):
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+class Sharded:
+    """The model that fully_shard has sharded, or its optimizer, which then uses foreach: fused SGD takes no shards.
+
+    It saves and loads what an unsharded model or optimizer would.
+    """
+
+    def __init__(self, part):
+        self.part, self.gathered = part, None
+        self._use_foreach()
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.parameters = {("state", number): parameter for number, parameter in enumerate(own)} or {
+            (name,): parameter for name, parameter in part.named_parameters()}
+
+    @property
+    def param_groups(self):
+        return getattr(self.part, "param_groups", [])
+
+    def _use_foreach(self):
+        for group in self.param_groups:
+            group.update(fused=None, foreach=True)
+
+    def state_dict(self):
+        """What `gather` has gathered, on rank 0."""
+        return self.gathered
+
+    def load_state_dict(self, saved):
+        """Load what state_dict gave, or that of an unsharded model or optimizer; this rank keeps its shards."""
+        shards = {}
+
+        def shard(path, leaf):
+            like = self.parameters.get(path[:2])
+            if isinstance(leaf, str):  # the name of a tensor in shards
+                return shards.setdefault(leaf, torch.zeros_like(like))
+            if getattr(leaf, "shape", None) != getattr(like, "shape", ()):
+                return leaf
+            return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)  # all have read it
+
+        state = leaves(saved.get("tree", saved), shard)
+        try:
+            if shards:
+                dcp.load(shards, checkpoint_id=saved["folder"])
+        except dcp.api.CheckpointException as error:  # which is not an Exception
+            raise ValueError(error) from error
+        self.part.load_state_dict(state)
+        self._use_foreach()
+
+
+def leaves(tree, change, path=()):
+    """`tree`, a dict of dicts, with change((key, ...), leaf) in place of each leaf."""
+    if isinstance(tree, dict):
+        return {key: leaves(value, change, (*path, key)) for key, value in tree.items()}
+    return change(path, tree)
+
+
+def gather(run):
+    """Gather on rank 0 what run.save() saves; all ranks call it.
+
+    With --sharded-checkpoint no tensor is gathered: each rank writes its shards to a new folder beside the checkpoint,
+    which names it and the CRC-32 of each file.
+    """
+    shards, folder = {}, _new_folder(run) if run.args.sharded_checkpoint else None
+
+    def take(path, leaf):
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if folder:
+            shards[name := ".".join(map(str, path))] = leaf
+            return name
+        whole = leaf.full_tensor()
+        return whole.cpu() if run.rank == 0 else None
+
+    trees = leaves({name: part.part.state_dict() for name, part in run.state.items()}, take)
+    for group in trees["optimizer"]["param_groups"]:
+        group.update(fused=True, foreach=None)  # as the other recipes have it
+    if folder:
+        dcp.save(shards, checkpoint_id=folder)
+        files = [None] * run.world_size
+        dist.all_gather_object(files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")})
+        files = {name: crc for each in files for name, crc in each.items()}
+        files[".metadata"] = _crc32(folder / ".metadata")
+        trees = {name: {"tree": tree, "folder": folder.name, "files": files} for name, tree in trees.items()}
+    for name, part in run.state.items():
+        part.gathered = trees[name]
+
+
+def _new_folder(run):
+    """A folder for the shards at this position, or None with --dry-run; removes folders that no checkpoint names."""
+    folder = [None]
+    if run.output and run.output.writes:
+        there, used = run.output.checkpoint_dir, set()
+        folder = [there / f"shards-{run.epoch}-{run.samples}"]
+        for path in there.glob("*.pt"):
+            with contextlib.suppress(OSError, checkpoint.CorruptCheckpoint):
+                used.add(checkpoint.read(path)[0]["model"].get("folder"))
+        for old in there.glob("shards-*"):
+            if old.name not in used:
+                shutil.rmtree(old)
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def read(path):
+    """checkpoint.read, with --sharded-checkpoint also of the files that the checkpoint names."""
+    saved, fingerprint = checkpoint.read(path)
+    for part in [saved[name] for name in ("model", "optimizer") if "folder" in saved.get(name, {})]:
+        part["folder"] = path.with_name(part["folder"])
+        for name, crc in part.pop("files").items():
+            if not (part["folder"] / name).exists() or _crc32(part["folder"] / name) != crc:
+                raise checkpoint.CorruptCheckpoint(f"{part['folder'] / name} is damaged, or missing")
+    return saved, fingerprint
+
+
+def _crc32(path):
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**24):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,124 @@
+"""Train on MNIST with fully_shard (FSDP2): each process holds a share of the weights, started by torchrun.
+
+    torchrun --nproc-per-node=2 mnist/fsdp.py
+    torchrun --nproc-per-node=2 mnist/fsdp.py --param-dtype bf16
+
+Read it beside ddp_launch.py.
+"""
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import datasets, flags, models, processes, schedule, sharded
+from common.data import DataObject, EpochSampler
+from common.metrics import Metrics
+from common.run import Run
+
+
+def parse_args():
+    parser = flags.parser(__doc__, dataset="mnist")
+    flags.add_data(parser)
+    flags.add_training(parser, lrs={"convnet": 0.02, "lenet": 0.02}, epochs=5, batch_size=64)
+    flags.add_sgd(parser, weight_decay=0)
+    parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: to compute in
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, dest="reshard", default=True,
+                        help="gather weights again for backward")  # fsdp: less memory, but one more all-gather
+    parser.add_argument("--sharded-checkpoint", action="store_true", help="each rank saves its share")  # fsdp: if large
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
+    return parser.parse_args()
+
+
+def train_one_epoch(model, train, optimizer, lr, run):
+    """Take one step per batch; return the loss and accuracy seen during training."""
+    model.train()
+    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
+    for images, labels in run.progress(train):
+        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
+            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
+        optimizer.zero_grad()
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        metrics.update(loss, logits, labels)
+        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
+        if run.save_due:
+            sharded.gather(run)  # fsdp: all ranks, as each has a share of what rank 0 writes
+        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
+            run.save()
+        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
+            break
+    dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
+    return metrics.average(train.waited)
+
+
+@torch.no_grad()  # fsdp: inference_mode() fails if a resumed run evaluates first
+def evaluate(model, val, run):
+    """Return loss and accuracy over the whole validation set, each image once."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
+    model.eval()
+    metrics = Metrics(run.device)
+    for images, labels in run.progress(val):
+        logits = model(images)
+        metrics.update(F.cross_entropy(logits, labels), logits, labels)
+    if len(val) * val.batch_size * dist.get_world_size() < len(val.dataset) and not run.args.dry_run:
+        model(images)  # fsdp: forward gathers weights, so all ranks call it equally often: this one has a batch less
+    dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
+    return metrics.average(val.waited)
+
+
+def main():
+    args = parse_args()
+    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
+    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
+    train_set, val_set = datasets.mnist(args)
+    local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
+    device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
+    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
+    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
+    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
+    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
+    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
+    train = DataObject(train_set, train_sampler, args.batch_size, device)
+    val = DataObject(val_set, val_sampler, args.test_batch_size, device)
+    torch.manual_seed(args.seed)
+    model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
+    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
+    model.to(memory_format=torch.contiguous_format)  # fsdp: it shards only NCHW, --channels-last or not
+    layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: as is
+    if layers and (norms := sharded.batch_norms(model)):
+        fully_shard(norms)  # fsdp: BatchNorm stays fp32, like its running statistics
+    for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: the rest, before the optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
+    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: saved whole
+    run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
+    run.resume(sharded.read)  # fsdp: files and folders of shards; a folder that holds another run is refused
+    for epoch in range(run.epoch, args.epochs):
+        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
+        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
+        if run.stopping:
+            break  # it is saved: --resume continues within this epoch
+        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: it is no wrapper
+        sharded.gather(run)  # fsdp: for run.save()
+        if rank == 0:  # dist: only rank 0 writes
+            run.log()
+            run.save()
+
+
+if __name__ == "__main__":
+    main()
+    gc.collect()  # dist: frees the model (it is in a reference cycle), or Gloo's threads live on and can abort
+    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

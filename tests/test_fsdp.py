@@ -1,0 +1,185 @@
+"""FSDP: who holds what, and checkpoints, whole or in shards. (That it computes what DDP does: test_parity.py.)"""
+
+import random
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import ForkedJob, compute
+from launch import (
+    TOLERANCE,
+    assert_same,
+    checkpoint,
+    everything,
+    largest_difference,
+    one_line,
+    random_seed,
+    strategies,
+)
+from recipes import ROOT, STEP, in_float64
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchvision import models
+
+from common import sharded
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("name", "world_size", "largest"), [
+    *((name, size, 1.013) for name in ("resnet50", "vit_b_16") for size in (2, 4, 8)),
+    ("resnet50", 64, 1.002), ("vit_b_16", 64, 1.12)])  # of tensors with fewer rows than ranks, the first ranks have all
+def test_shares(name, world_size, largest):
+    """Weights and momentum of the ranks are together the model's, and of each rank 1/world_size of it."""
+    shares = []
+    for rank in range(world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        mesh = init_device_mesh("cpu", (world_size,))
+        with torch.device("meta"):
+            model = models.get_model(name)
+        whole = sum(weights.numel() for weights in model.parameters())
+        for module in (*sharded.blocks(model), model):
+            fully_shard(module, mesh=mesh)
+        optimizer = sharded.Sharded(torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True)).part
+        for weights in model.parameters():
+            weights.grad = torch.zeros_like(weights)
+        optimizer.step()
+        shares.append(sum(weights.to_local().numel() for weights in model.parameters()))
+        assert shares[-1] == sum(state["momentum_buffer"].to_local().numel() for state in optimizer.state.values())
+        dist.destroy_process_group()
+    assert sum(shares) == whole
+    assert max(shares) <= largest * whole / world_size
+
+
+def test_blocks():
+    """ResNet's blocks, ViT's encoder layers, the layers of a small model."""
+    kinds = {name: [type(block).__name__ for block in sharded.blocks(models.get_model(name))]
+             for name in ("resnet50", "vit_b_16", "vgg11")}
+    assert kinds["resnet50"] == ["Bottleneck"] * 16
+    assert kinds["vit_b_16"] == ["EncoderBlock"] * 12 + ["Linear"]
+    assert kinds["vgg11"] == ["Conv2d"] * 8 + ["Linear"] * 3
+
+
+STOPS = ("        import os, signal\n"
+         "        if run.samples == int(os.environ.get('STOP_AT', -1)): signal.raise_signal(signal.SIGTERM)\n")
+
+
+def whole(folder):
+    """The checkpoint that scripts/unshard.py makes of last.pt in a folder."""
+    file = folder / f"whole-{time.monotonic_ns()}.pt"
+    assert compute(f"python {ROOT}/scripts/unshard.py {folder}/last.pt {file}", cwd=folder) == ""
+    return torch.load(file, weights_only=True)
+
+
+def assert_close(a, b):
+    """Weights and momentum of two checkpoints in float64, on other numbers of processes."""
+    assert largest_difference(a["model"], b["model"]) < TOLERANCE
+    momenta = ({number: state["momentum_buffer"] for number, state in saved["optimizer"]["state"].items()}
+               for saved in (a, b))
+    assert largest_difference(*momenta) < 1e3 * TOLERANCE  # it changes faster than the weights
+
+
+def test_sharded_checkpoint_on_any_number_of_processes(tmp_path):
+    """Saved on 2, resumed on 1, on 4 and on 3, within an epoch; then, as one file, by single.py."""
+    in_float64(tmp_path, "mnist", "fsdp.py", STEP, STEP + STOPS)
+    flags = "--synthetic 480 --epochs 2 --model lenet --device cpu -G 48 --log-interval 1"
+    compute(f"python mnist/single.py {flags} --log-dir single", cwd=tmp_path)
+    for processes, stop_at in ((2, 96), (1, 192), (4, 288), (3, -1)):
+        compute(f"torchrun --standalone --nproc-per-node={processes} mnist/fsdp.py {flags} --log-dir part "
+                "--sharded-checkpoint --resume auto", cwd=tmp_path, STOP_AT=str(stop_at))
+    assert_close(whole(tmp_path / "part"), checkpoint(tmp_path / "single"))
+    folders = {path.name for path in (tmp_path / "part").glob("shards-*")}
+    assert len(folders) <= 4
+    refused = compute(f"python mnist/single.py {flags} --log-dir part --resume auto", cwd=tmp_path, status=2)
+    assert "its tensors are in shards: use fsdp.py, or scripts/unshard.py" in one_line(refused)
+
+
+def test_whole_checkpoint_for_any_recipe(tmp_path):
+    """fsdp.py's file has the keys and shapes of another recipe's, and the same numbers."""
+    in_float64(tmp_path, "mnist")
+    flags = "--synthetic 96 --epochs 1 --model convnet --device cpu -G 48"
+    for name in ("fsdp", "ddp_launch"):
+        compute(f"{strategies(2, 'mnist')[name]} {flags} --log-dir {name}", cwd=tmp_path)
+    fsdp, ddp = (checkpoint(tmp_path / name) for name in ("fsdp", "ddp_launch"))
+    assert fsdp.keys() == ddp.keys()
+    assert fsdp["optimizer"]["param_groups"] == ddp["optimizer"]["param_groups"]
+    assert list(fsdp["model"]) == list(ddp["model"])
+    assert_close(fsdp, ddp)
+
+
+@pytest.mark.timeout(900)
+def test_killed_in_a_sharded_save(tmp_path):
+    """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or the one before."""
+    # 12 steps of 64 images in each epoch
+    flags = "--synthetic 768 --epochs 8 --model lenet --device cpu -G 64 --checkpoint-every 1 --sharded-checkpoint"
+    command = f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --resume auto"
+    compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
+    draw, folder = random.Random(random_seed()), tmp_path / "part"
+    for _ in range(10):
+        there, job = set(folder.glob("shards-*")), ForkedJob(f"{command} --log-dir part", cwd=tmp_path)
+        end = time.monotonic() + 60
+        while not set(folder.glob("shards-*")) - there:
+            assert time.monotonic() < end and job.running(), job.output()
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.1))  # a save takes about that long
+        job.kill()
+        assert job.finish() != 0
+        assert "Traceback" not in job.output()
+    output = compute(f"{command} --log-dir part", cwd=tmp_path)
+    assert "resumed from part/" in output
+    assert "skipped" not in output
+    assert_same(whole(folder)["model"], whole(tmp_path / "undisturbed")["model"])
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory):
+    """A folder with the sharded checkpoints of two epochs."""
+    folder = tmp_path_factory.mktemp("sharded")
+    compute(f"{strategies(2, ROOT / 'mnist')['fsdp']} {BAD} --epochs 2 --log-dir part", cwd=folder)
+    return folder / "part"
+
+
+BAD = "--synthetic 128 --model lenet --device cpu --sharded-checkpoint"
+
+
+def copied(part, tmp_path):
+    """A copy of `part`, and the shards that last.pt names."""
+    shutil.copytree(part, tmp_path / "part")
+    return tmp_path / "part" / checkpoint(part)["model"]["folder"]
+
+
+def resumed(tmp_path, flags, status=0):
+    command = f"{strategies(2, ROOT / 'mnist')['fsdp']} {BAD} --epochs 3 --log-dir part --resume {flags}"
+    before = everything(tmp_path)
+    output = compute(command, cwd=tmp_path, status=status)
+    if status:
+        assert everything(tmp_path) == before
+        return next(line for line in output.splitlines() if line.startswith("fsdp.py: "))
+    return output
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_damaged_shard(damage, part, tmp_path):
+    """It is noticed, and the checkpoint before is taken; without one the run ends."""
+    shard = copied(part, tmp_path) / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content) if damage == "changed" else shard.unlink()
+    assert f"part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in resumed(tmp_path, "part/last.pt", 2)
+    output = resumed(tmp_path, "auto")
+    assert f"skipped part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in output
+    assert "resumed from part/previous.pt at epoch 2, sample 128" in output
+
+
+def test_shards_of_another_model(part, tmp_path):
+    """Refused by the arguments, or, if they say nothing, by the tensors."""
+    copied(part, tmp_path)
+    assert "it was saved with model lenet, and this run has convnet" in resumed(
+        tmp_path, "part/last.pt --model convnet", 2)
+    saved = checkpoint(part)
+    saved["arguments"]["model"] = "convnet"
+    torch.save(saved, tmp_path / "part" / "last.pt")
+    assert "--resume part/last.pt does not fit this run (model: " in resumed(
+        tmp_path, "part/last.pt --model convnet", 2)
