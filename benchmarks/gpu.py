@@ -70,7 +70,7 @@ def measurements(args):
     few, folders = "--synthetic 256 -b 16 --epochs 1", ("mnist",) if cpu else ("mnist", "cifar10", "imagenet")
     one = {"single.py": "python", "dp.py": "python", "ddp_spawn.py": "python", "hvd.py": "horovodrun -np 1 python"}
     torchrun = "torchrun --standalone --nproc-per-node=1"
-    recipes = ["single.py", "dp.py", "ddp_spawn.py", "ddp_launch.py", "ddp_amp.py"]
+    recipes = ["single.py", "dp.py", "ddp_spawn.py", "ddp_launch.py", "fsdp.py", "ddp_amp.py"]
     recipes += ["apex_amp.py"] * bool(there("apex") and not cpu) + ["hvd.py"] * bool(there("horovod"))
 
     def data(folder, files):

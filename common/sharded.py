@@ -59,7 +59,7 @@ class Sharded:
             like = self.parameters.get(path[:2])
             if isinstance(leaf, str):  # the name of a tensor in shards
                 return shards.setdefault(leaf, torch.zeros_like(like))
-            if getattr(leaf, "shape", None) != getattr(like, "shape", ()):
+            if like is None or getattr(leaf, "shape", None) != like.shape:
                 return leaf
             return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)  # all have read it
 

@@ -221,13 +221,39 @@ def strategies():
     return drawing.svg()
 
 
+def sharding():
+    drawing = Drawing(880, 330, "What each GPU holds: with DDP all weights, gradients and momentum, with FSDP a share")
+    drawing.text(220, 40, "DistributedDataParallel", size=16, weight="bold")
+    drawing.text(660, 40, "FSDP (fully_shard)", size=16, weight="bold")
+    for rank in range(4):
+        for x, sharded in ((28, False), (468, True)):
+            x += rank * 100
+            drawing.box(x, 60, 86, 170, PANEL, radius=10)
+            drawing.text(x + 43, 220, f"rank {rank}", size=12, color=QUIET)
+            for row, name in enumerate(("weights", "gradients", "momentum")):
+                y = 86 + 42 * row
+                drawing.text(x + 43, y - 6, name, size=12, color=QUIET)
+                for part in range(4):
+                    held = not sharded or part == rank
+                    drawing.box(x + 8 + 18 * part, y, 16, 18, RANKS[part] if held else "#ffffff",
+                                stroke="none" if held else "#d9dfe7", radius=2)
+    for y, left, right in ((262, "each rank holds the whole", "each rank holds 1/4 of each tensor"),
+                           (284, "forward and backward need no weights of others;",
+                            "all-gather of a block's weights before its forward"),
+                           (306, "all-reduce of the gradients", "and its backward; reduce-scatter of its gradients")):
+        drawing.text(220, y, left, size=13, color=QUIET)
+        drawing.text(660, y, right, size=13, color=QUIET)
+    return drawing.svg()
+
+
 def gpu(drawing, x, y, number, holds):
     drawing.box(x, y, 78, 68, "#ffffff", stroke="#d9dfe7")
     drawing.text(x + 39, y + 26, f"GPU {number}", size=12, color=QUIET)
     drawing.text(x + 39, y + 50, holds, weight="bold")
 
 
-DRAWINGS = {drawing.__name__: drawing for drawing in (ranks, collectives, ring, batch, strategies)}
+DRAWINGS = {drawing.__name__: drawing
+            for drawing in (ranks, collectives, ring, batch, strategies, sharding)}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 from cluster import SlurmJob
 from forked import compute
 from launch import assert_same, checkpoint, largest_difference, need_horovod, random_seed, run
@@ -194,6 +195,23 @@ def test_preempted(slow_job, cluster, undisturbed):
     print(f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: {time.monotonic() - began:.0f} s")
     assert log.count("ddp: preempted, and queued again") == log.count("stopped after a signal") == PREEMPTIONS
     is_whole(job.runs(), undisturbed)
+
+
+def test_fsdp_preempted(cluster, tmp_path):
+    """Two nodes write their shards to one folder; the job goes on from them, and ends as an undisturbed one."""
+    changed_copy(tmp_path, "imagenet/fsdp.py", STEP, STEP + SLOW)
+    flags = "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device cpu --log-interval 1"
+    job = SlurmJob(cluster, tmp_path, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
+                                      f"imagenet/fsdp.py {flags} --sharded-checkpoint", STEP_SECONDS="0.2")
+    job.wait_for("^at 1 ")
+    cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
+    assert job.finish(timeout=150).count("resumed from") == 1
+    compute(f"torchrun --standalone --nproc-per-node=2 imagenet/fsdp.py {flags} --log-dir log", tmp_path,
+            STEP_SECONDS="0")
+    compute(f"python {ROOT}/scripts/unshard.py {job.runs()}/last.pt whole.pt", tmp_path)
+    saved, undisturbed = torch.load(tmp_path / "whole.pt", weights_only=True), checkpoint(tmp_path / "log")
+    assert_same(saved["model"], undisturbed["model"])
+    assert_same(saved["optimizer"], undisturbed["optimizer"])
 
 
 def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):

@@ -23,6 +23,7 @@ LAUNCHES = {
                        f"{TRAINING} --batch-size 16 --lr 0.02",
     "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py "
                 f"{SIZE}",
+    "fsdp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/fsdp.py {SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
     "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
     "hvd srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
