@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import checkpoint
+from common.processes import fail
 
 
 def blocks(module):
@@ -33,7 +34,7 @@ class Sharded:
     """
 
     def __init__(self, part):
-        self.part, self.gathered = part, None
+        self.part = part
         self._use_foreach()
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         self.parameters = {("state", number): parameter for number, parameter in enumerate(own)} or {
@@ -48,8 +49,8 @@ class Sharded:
             group.update(fused=None, foreach=True)
 
     def state_dict(self):
-        """What `gather` has gathered, on rank 0."""
-        return self.gathered
+        """What `gather` has gathered, on rank 0; once, so that its memory is freed."""
+        return self.__dict__.pop("gathered")
 
     def load_state_dict(self, saved):
         """Load what state_dict gave, or that of an unsharded model or optimizer; this rank keeps its shards."""
@@ -67,7 +68,7 @@ class Sharded:
         try:
             if shards:
                 dcp.load(shards, checkpoint_id=saved["folder"])
-        except dcp.api.CheckpointException as error:  # which is not an Exception
+        except dcp.api.CheckpointException as error:
             raise ValueError(error) from error
         self.part.load_state_dict(state)
         self._use_foreach()
@@ -101,7 +102,10 @@ def gather(run):
     for group in trees["optimizer"]["param_groups"]:
         group.update(fused=True, foreach=None)  # as the other recipes have it
     if folder:
-        dcp.save(shards, checkpoint_id=folder)
+        try:
+            dcp.save(shards, checkpoint_id=folder)
+        except dcp.api.CheckpointException as error:  # which is not an Exception
+            fail(f"cannot write {folder} ({' '.join(str(error).split())[-120:]}); last.pt is the newest checkpoint", 1)
         files = [None] * run.world_size
         dist.all_gather_object(files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")})
         files = {name: crc for each in files for name, crc in each.items()}

@@ -51,7 +51,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:
-            sharded.gather(run)  # fsdp: all ranks, as each has a share of what rank 0 writes
+            sharded.gather(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
         if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
             run.save()
         if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
@@ -96,22 +96,22 @@ def main():
     model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     model.to(memory_format=torch.contiguous_format)  # fsdp: it shards only NCHW, --channels-last or not
-    layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: as is
+    layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
     if layers and (norms := sharded.batch_norms(model)):
         fully_shard(norms)  # fsdp: BatchNorm stays fp32, like its running statistics
     for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
         fully_shard(block, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: the rest, before the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: saved whole
+    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: as gathered
     run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume(sharded.read)  # fsdp: files and folders of shards; a folder that holds another run is refused
+    run.resume(sharded.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
             break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: it is no wrapper
+        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: there is no wrapper
         sharded.gather(run)  # fsdp: for run.save()
         if rank == 0:  # dist: only rank 0 writes
             run.log()
