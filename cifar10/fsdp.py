@@ -28,7 +28,7 @@ def parse_args():
     flags.add_data(parser)
     flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
     flags.add_sgd(parser, weight_decay=5e-4)
-    parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: to compute in
+    parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: of gathered weights
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, dest="reshard", default=True,
                         help="gather weights again for backward")  # fsdp: less memory, but one more all-gather
     parser.add_argument("--sharded-checkpoint", action="store_true", help="each rank saves its share")  # fsdp: if large
@@ -60,7 +60,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
     return metrics.average(train.waited)
 
 
-@torch.no_grad()  # fsdp: inference_mode() fails if a resumed run evaluates first
+@torch.no_grad()  # fsdp: not inference_mode(): the first forward makes FSDP's buffers, and can be this one
 def evaluate(model, val, run):
     """Return loss and accuracy over the whole validation set, each image once."""
     for buffer in model.buffers():
@@ -70,8 +70,8 @@ def evaluate(model, val, run):
     for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    if len(val) * val.batch_size * dist.get_world_size() < len(val.dataset) and not run.args.dry_run:
-        model(images)  # fsdp: forward gathers weights, so all ranks call it equally often: this one has a batch less
+    if sharded.lacks_a_batch(val, run):
+        model(images)  # fsdp: forward gathers weights, so all ranks have to call it equally often
     dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
     return metrics.average(val.waited)
 
@@ -95,15 +95,16 @@ def main():
     torch.manual_seed(args.seed)
     model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    model.to(memory_format=torch.contiguous_format)  # fsdp: it shards only NCHW, --channels-last or not
+    model.to(memory_format=torch.contiguous_format)  # fsdp: it refuses NHWC weights; the images stay NHWC
+    mesh = dist.init_device_mesh(device.type, (world_size,))  # fsdp: else it takes the GPU, also with --device cpu
     layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
     if layers and (norms := sharded.batch_norms(model)):
-        fully_shard(norms)  # fsdp: BatchNorm stays fp32, like its running statistics
+        fully_shard(norms, mesh=mesh)  # fsdp: BatchNorm stays fp32, like its running statistics
     for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: the rest, before the optimizer
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: before the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: as gathered
+    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: to save
     run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume(sharded.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
     for epoch in range(run.epoch, args.epochs):
@@ -111,7 +112,7 @@ def main():
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
             break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: there is no wrapper
+        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: nothing is wrapped
         sharded.gather(run)  # fsdp: for run.save()
         if rank == 0:  # dist: only rank 0 writes
             run.log()

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import time
 import zlib
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from common import checkpoint
 from common.processes import fail
@@ -19,12 +21,20 @@ def blocks(module):
     for child in module.children():
         if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
             yield from blocks(child)
-        elif any(True for _ in child.parameters()):
+        elif any(True for _ in child.parameters()) and not isinstance(child, _BatchNorm):  # see batch_norms
             yield child
 
 
 def batch_norms(model):
-    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def lacks_a_batch(val, run):
+    """Whether this rank's share of the DataObject `val` has a batch less than another's (an image less, at most)."""
+    if len(val.dataset) < run.world_size:
+        fail(f"{len(val.dataset)} images to evaluate on {run.world_size} processes: FSDP needs one for each")
+    most = -(-len(val.dataset) // (val.batch_size * run.world_size))
+    return len(val) < (min(most, run.accumulate) if run.args.dry_run else most)
 
 
 class Sharded:
@@ -68,7 +78,7 @@ class Sharded:
         try:
             if shards:
                 dcp.load(shards, checkpoint_id=saved["folder"])
-        except dcp.api.CheckpointException as error:
+        except dcp.api.CheckpointException as error:  # which is not an Exception
             raise ValueError(error) from error
         self.part.load_state_dict(state)
         self._use_foreach()
@@ -76,9 +86,12 @@ class Sharded:
 
 def leaves(tree, change, path=()):
     """`tree`, a dict of dicts, with change((key, ...), leaf) in place of each leaf."""
-    if isinstance(tree, dict):
-        return {key: leaves(value, change, (*path, key)) for key, value in tree.items()}
-    return change(path, tree)
+    if not isinstance(tree, dict):
+        return change(path, tree)
+    changed = type(tree)((key, leaves(value, change, (*path, key))) for key, value in tree.items())
+    if hasattr(tree, "_metadata"):  # of a model's state_dict: the versions of its modules
+        changed._metadata = tree._metadata
+    return changed
 
 
 def gather(run):
@@ -87,6 +100,8 @@ def gather(run):
     With --sharded-checkpoint no tensor is gathered: each rank writes its shards to a new folder beside the checkpoint,
     which names it and the CRC-32 of each file.
     """
+    if run.args.dry_run:
+        return
     shards, folder = {}, _new_folder(run) if run.args.sharded_checkpoint else None
 
     def take(path, leaf):
@@ -104,29 +119,32 @@ def gather(run):
     if folder:
         try:
             dcp.save(shards, checkpoint_id=folder)
-        except dcp.api.CheckpointException as error:  # which is not an Exception
+        except dcp.api.CheckpointException as error:
+            shutil.rmtree(folder, ignore_errors=True)  # frees its space on a full disk
             fail(f"cannot write {folder} ({' '.join(str(error).split())[-120:]}); last.pt is the newest checkpoint", 1)
         files = [None] * run.world_size
         dist.all_gather_object(files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")})
         files = {name: crc for each in files for name, crc in each.items()}
         files[".metadata"] = _crc32(folder / ".metadata")
-        trees = {name: {"tree": tree, "folder": folder.name, "files": files} for name, tree in trees.items()}
+        trees = {name: {"tree": tree, "folder": folder.name} for name, tree in trees.items()}
+        trees["model"]["files"] = files
     for name, part in run.state.items():
         part.gathered = trees[name]
 
 
 def _new_folder(run):
-    """A folder for the shards at this position, or None with --dry-run; removes folders that no checkpoint names."""
+    """The name of a new folder for the shards of this position; rank 0 removes the folders that no checkpoint names."""
     folder = [None]
-    if run.output and run.output.writes:
+    if run.rank == 0:
         there, used = run.output.checkpoint_dir, set()
-        folder = [there / f"shards-{run.epoch}-{run.samples}"]
-        for path in there.glob("*.pt"):
-            with contextlib.suppress(OSError, checkpoint.CorruptCheckpoint):
-                used.add(checkpoint.read(path)[0]["model"].get("folder"))
-        for old in there.glob("shards-*"):
-            if old.name not in used:
-                shutil.rmtree(old)
+        with contextlib.suppress(OSError):  # then nothing is removed
+            for path in there.glob("*.pt"):
+                with contextlib.suppress(checkpoint.CorruptCheckpoint):
+                    used.add(checkpoint.read(path)[0]["model"].get("folder"))
+            for old in there.glob("shards-*-*-*"):
+                if old.name not in used:
+                    shutil.rmtree(old, ignore_errors=True)
+        folder = [there / f"shards-{run.epoch}-{run.samples}-{time.time_ns()}"]
     dist.broadcast_object_list(folder)
     return folder[0]
 
@@ -135,8 +153,8 @@ def read(path):
     """checkpoint.read, with --sharded-checkpoint also of the files that the checkpoint names."""
     saved, fingerprint = checkpoint.read(path)
     for part in [saved[name] for name in ("model", "optimizer") if "folder" in saved.get(name, {})]:
-        part["folder"] = path.with_name(part["folder"])
-        for name, crc in part.pop("files").items():
+        part["folder"] = path.parent / part["folder"]
+        for name, crc in part.get("files", {}).items():
             if not (part["folder"] / name).exists() or _crc32(part["folder"] / name) != crc:
                 raise checkpoint.CorruptCheckpoint(f"{part['folder'] / name} is damaged, or missing")
     return saved, fingerprint

@@ -117,5 +117,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the DDP wrapper (it is in a reference cycle), or Gloo's threads live on and can abort
+    gc.collect()  # dist: frees the model (it is in a reference cycle), or Gloo's threads live on and can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -22,6 +22,8 @@ try:
     model = checkpoint.read(args.checkpoint)[0]["model"]
 except (OSError, checkpoint.CorruptCheckpoint) as error:
     fail(f"{args.checkpoint}: {getattr(error, 'strerror', None) or error}")
+if "folder" in model:
+    fail(f"{args.checkpoint} is in shards: make it whole with scripts/unshard.py first")
 if args.weights.exists():
     fail(f"{args.weights} already exists")
 try:

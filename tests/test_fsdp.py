@@ -183,3 +183,12 @@ def test_shards_of_another_model(part, tmp_path):
     torch.save(saved, tmp_path / "part" / "last.pt")
     assert "--resume part/last.pt does not fit this run (model: " in resumed(
         tmp_path, "part/last.pt --model convnet", 2)
+
+
+def test_evaluation_of_unequal_shares(tmp_path):
+    """With --dry-run, where 501 images are two batches on rank 0 and one on rank 1; and fewer images than ranks."""
+    flags = "--model lenet --device cpu --epochs 1"
+    assert "epoch 1/1" in compute(f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --synthetic 5005 "
+                                  "--test-batch-size 500 --dry-run", cwd=tmp_path)
+    output = compute(f"{strategies(3, ROOT / 'mnist')['fsdp']} {flags} --synthetic 10 -b 1", cwd=tmp_path, status=2)
+    assert "fsdp.py: rank 2: 2 images to evaluate on 3 processes: FSDP needs one for each" in output

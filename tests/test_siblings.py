@@ -131,7 +131,7 @@ def test_sizes():
     """What a copied recipe needs can be read in an hour, and each file in one sitting."""
     lines = length((ROOT / "common").glob("*.py"))
     assert max(lines.values()) <= 200
-    assert lines.pop("sharded.py") <= 150  # only fsdp.py carries it
+    assert lines.pop("sharded.py") <= 170  # only fsdp.py carries it
     assert sum(lines.values()) <= 1000
     for recipe in RECIPES:
         taken = length(path for path in carried(recipe) if path.parent.name == "common")
