@@ -188,7 +188,7 @@ def test_ctrl_c(launcher, tmp_path):
     status = job.finish(timeout=30)
     assert status != 0 or launcher == "hvd_gloo"  # horovodrun ends with 0 if it notices the signal before its ranks
     assert not re.findall(r'File "[^"]*/(?:mnist|common)/', job.output()), "no rank prints a traceback"
-    tracebacks_of_its_own = {"ddp_launch": 1, "hvd_gloo": 1}  # torchrun and horovodrun end with one
+    tracebacks_of_its_own = {"ddp_launch": 1, "fsdp": 1, "hvd_gloo": 1}  # torchrun and horovodrun end with one
     assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
     assert "leaked" not in job.output()
 

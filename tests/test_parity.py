@@ -63,7 +63,7 @@ HOROVOD_OPTIMIZER = """    optimizer = hvd.DistributedOptimizer(
 FSDP = (ROOT / "mnist" / "fsdp.py").read_text()
 SHARDING = FSDP[FSDP.index("    layers, sums = "):FSDP.index("    optimizer = ")]
 FSDP_OPTIMIZER = FSDP[FSDP.index("    optimizer = "):FSDP.index("    state = ")]
-ROOT_OF_MODEL = "    fully_shard(model, mp_policy=MixedPrecisionPolicy(layers, sums, sums))"
+ROOT_OF_MODEL = "    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums, sums))"
 MUTATIONS = {
     "ddp_spawn without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),
     "ddp_launch without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),

@@ -42,6 +42,7 @@ ELSEWHERE = {
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": "a job that trains for long",
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
+    "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/test_cluster_faults.py -k test_preempted": "ten minutes",
     "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
@@ -167,7 +168,7 @@ class Reader:
             command += f" {script}"
         if program in OWN_WAY:
             OWN_WAY[program](self, command)
-        elif not script or program in ("cp", "diff") or script == "scripts/export.py":
+        elif not script or program in ("cp", "diff") or script in ("scripts/export.py", "scripts/unshard.py"):
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
         elif script == "docs/screenshot.py":
             self.screenshot(command)

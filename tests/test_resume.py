@@ -298,7 +298,8 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
     assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
 
 
-def test_from_launcher_to_launcher(tmp_path):
+@pytest.mark.parametrize("recipe", ["ddp_launch.py", "fsdp.py"])
+def test_from_launcher_to_launcher(recipe, tmp_path):
     """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun again.
 
     All but the last stop within an epoch; together the four train like one undisturbed run.
@@ -307,11 +308,11 @@ def test_from_launcher_to_launcher(tmp_path):
     stops = ("        import os, signal\n"
              "        if run.samples == int(os.environ['STOP_AT']): signal.raise_signal(signal.SIGUSR1)\n")
     changed_copy(tmp_path, "mnist/single.py", STEP, STEP + stops)
-    for name in ("ddp_launch.py", "hvd.py"):
+    for name in (recipe, "hvd.py"):
         path = tmp_path / "mnist" / name
         path.write_text(path.read_text().replace(STEP, STEP + stops))
     flags = "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu --log-interval 1"
-    torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/ddp_launch.py -b 32 {flags}"
+    torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/{recipe} -b 32 {flags}"
     compute(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
     # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
     chain = [(torchrun, 0, (0, 64)), (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 128, (0, 192)),
