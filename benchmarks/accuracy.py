@@ -21,7 +21,7 @@ import runs
 from PIL import Image
 from tqdm import tqdm
 
-from common import cifar10
+from cifar10 import cifar
 
 TORCHRUN = "torchrun --standalone --nproc-per-node={processes} {folder}"
 STARTS = {
@@ -62,7 +62,7 @@ def cifar10_as_jpegs(data_dir, folder):
     """Write CIFAR-10 as ImageNet lies on a disk, SPLIT/CLASS/NAME.JPEG, unless it is there; return the folder."""
     if all((folder / split).exists() for split in ("train", "val")):
         return folder
-    sets = cifar10.load(Namespace(synthetic=None, data_dir=data_dir, seed=0))
+    sets = cifar.load(Namespace(synthetic=None, data_dir=data_dir, seed=0))
     for split, images in zip(("train", "val"), sets, strict=True):
         partial = folder / f"{split}.partial"
         for number, (image, label) in enumerate(zip(tqdm(images.images, desc=f"{folder / split}"), images.labels,

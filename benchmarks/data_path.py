@@ -20,7 +20,8 @@ from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
-from common import cifar10, datasets, flags
+from cifar10 import cifar
+from common import datasets, flags
 from common.data import DataObject, EpochSampler
 from common.run import Run
 
@@ -48,7 +49,7 @@ def usual(args):
         images = torchvision.datasets.MNIST(args.data_dir, transform=transforms.Compose(convert))
     else:
         convert = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
-                   transforms.ToTensor(), transforms.Normalize(*cifar10.MEAN_STD)]
+                   transforms.ToTensor(), transforms.Normalize(*cifar.MEAN_STD)]
         images = AnyCIFAR10(args.data_dir, transform=transforms.Compose(convert))
     return TutorialLoader(images, args.batch_size, shuffle=True, drop_last=True)
 
@@ -61,7 +62,7 @@ def seconds_of_a_pass(args, recipe, batches):
 
 
 def seconds_of_an_epoch(args, recipe, batches):
-    model = cifar10.MODELS[args.model](*((1, 28) if args.dataset == "mnist" else (3, 32)))
+    model = cifar.MODELS[args.model](*((1, 28) if args.dataset == "mnist" else (3, 32)))
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum)
     run = Run(args, "benchmark", torch.device("cpu"), {"model": model, "optimizer": optimizer}, args.lr)
     run.output.writes = False  # no checkpoints
@@ -74,7 +75,7 @@ def main():
     parser.add_argument("--repeats", type=flags.COUNT, default=3, metavar="N", help="runs of each pipeline")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {torch.get_num_threads()} threads")
-    for name, load in (("mnist", datasets.mnist), ("cifar10", cifar10.load)):
+    for name, load in (("mnist", datasets.mnist), ("cifar10", cifar.load)):
         recipe = runpy.run_path(str(ROOT / name / "single.py"))
         sys.argv[1:] = ["--model", "convnet", "--data-dir", given.data_dir, "--device", "cpu"]
         args = recipe["parse_args"]()

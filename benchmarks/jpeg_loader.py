@@ -23,7 +23,6 @@ from torchvision import transforms
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "imagenet")]
 import jpegs
-
 from common import flags
 from common.loader import Loader
 

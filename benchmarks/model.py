@@ -22,7 +22,7 @@ import runs
 import torch
 from scaling import rows
 
-from common import cifar10
+from cifar10 import cifar
 from common.processes import fail
 
 MIB = 2**20
@@ -85,7 +85,7 @@ def step(compute, backward, size, all_reduce, overlap):
 def gradient_bytes(dataset, model):
     channels, size = {"mnist": (1, 28), "cifar10": (3, 32)}[dataset]
     with torch.device("meta"):
-        return sum(4 * p.numel() for p in cifar10.MODELS[model](channels, size).parameters())
+        return sum(4 * p.numel() for p in cifar.MODELS[model](channels, size).parameters())
 
 
 def workloads(scaling):

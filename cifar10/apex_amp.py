@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import cifar10, flags, processes, schedule
+import cifar  # beside this file
+from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -77,7 +78,7 @@ def main():
     args = parse_args()
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = cifar10.load(args)
+    train_set, val_set = cifar.load(args)
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu":
@@ -92,7 +93,7 @@ def main():
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
+    model = flags.to_device(cifar.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP

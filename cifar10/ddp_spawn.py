@@ -4,8 +4,7 @@
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr 0
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr 1
 
-The last two make one run: start one on each of two machines, with the address of the first. On one machine each would
-take GPU 0: set CUDA_VISIBLE_DEVICES.
+The last two make one run on two machines; the address is that of the first. On one machine set CUDA_VISIBLE_DEVICES.
 """
 
 import gc
@@ -22,7 +21,8 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import cifar10, flags, processes, schedule
+import cifar  # beside this file
+from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -81,7 +81,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: init_process_group reads them
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = cifar10.load(args)
+    train_set, val_set = cifar.load(args)
     device = flags.pick_device(args, local_rank, args.gpus)  # dist: one device per process
     processes.share_cores(args.gpus)  # dist: else each process starts a thread per core
     if device.type != "cpu":
@@ -93,7 +93,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
+    model = flags.to_device(cifar.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     state = {"model": model, "optimizer": optimizer}

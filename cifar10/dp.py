@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import cifar10, flags, processes, schedule
+import cifar  # beside this file
+from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -64,7 +65,7 @@ def evaluate(model, val, run):
 def main():
     args = parse_args()
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    train_set, val_set = cifar10.load(args)
+    train_set, val_set = cifar.load(args)
     device = flags.pick_device(args)
     schedule.divide_batch(args)  # --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
@@ -72,7 +73,7 @@ def main():
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
+    model = flags.to_device(cifar.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []  # dist: all take part

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
-from common import cifar10, flags, processes, schedule, sharded
+import cifar  # beside this file
+from common import flags, processes, schedule, sharded
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -31,7 +32,6 @@ def parse_args():
     parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: of gathered weights
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, dest="reshard", default=True,
                         help="gather weights again for backward")  # fsdp: less memory, but one more all-gather
-    parser.add_argument("--sharded-checkpoint", action="store_true", help="each rank saves its share")  # fsdp: if large
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
@@ -51,9 +51,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:
-            sharded.gather(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
-        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
-            run.save()
+            sharded.save(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
         if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
@@ -80,7 +78,7 @@ def main():
     args = parse_args()
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = cifar10.load(args)
+    train_set, val_set = cifar.load(args)
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type != "cpu":
@@ -93,30 +91,30 @@ def main():
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
-    model = flags.to_device(cifar10.MODELS[args.model](channels=3, size=32), args, device)
+    model = flags.to_device(cifar.MODELS[args.model](channels=3, size=32), args, device)
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     model.to(memory_format=torch.contiguous_format)  # fsdp: it refuses NHWC weights; the images stay NHWC
     mesh = dist.init_device_mesh(device.type, (world_size,))  # fsdp: else it takes the GPU, also with --device cpu
-    layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
-    if layers and (norms := sharded.batch_norms(model)):
+    low, high = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
+    if low and (norms := sharded.batch_norms(model)):
         fully_shard(norms, mesh=mesh)  # fsdp: BatchNorm stays fp32, like its running statistics
     for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: before the optimizer
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high), reshard_after_forward=args.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high, high))  # fsdp: before the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: to save
+    sharded.set_up(model, optimizer)  # fsdp: foreach, as fused SGD takes no shards; and how to load them
+    state = {"model": model, "optimizer": optimizer}
     run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume(sharded.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
+    run.resume()  # only with --resume; a folder that holds another run is refused
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
             break  # it is saved: --resume continues within this epoch
         run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: nothing is wrapped
-        sharded.gather(run)  # fsdp: for run.save()
         if rank == 0:  # dist: only rank 0 writes
             run.log()
-            run.save()
+        sharded.save(run)  # fsdp: all ranks give their shares
 
 
 if __name__ == "__main__":

@@ -90,11 +90,11 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
         for flag in MUST_MATCH[:1] if only_model else MUST_MATCH:
             if str(there.get(flag)) != str(own.get(flag)):
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
+        if "shards" in saved and "sharded_checkpoint" not in own:
+            raise ValueError("its tensors are in shards: use imagenet/fsdp.py, or scripts/unshard.py")
         for name, part in [("model", state["model"])] if only_model else state.items():
             if isinstance(part, torch.optim.lr_scheduler.LRScheduler) and saved["rate"] != rate:
                 raise ValueError(f"it needs {saved['rate']}, and this run has {rate}")  # it counts steps
-            if "folder" in saved.get(name, {}) and "sharded_checkpoint" not in own:
-                raise ValueError("its tensors are in shards: use fsdp.py, or scripts/unshard.py")
             if saved.get(name) or name not in ("scaler", "amp"):  # saved by a recipe without one
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:

@@ -117,12 +117,12 @@ class Run:
         """Print the results of the last epoch, and write them to TensorBoard and results.json."""
         self.output.log(self.history[-1])
 
-    def save(self) -> None:
-        """Save last.pt, and also best.pt after the epoch with the highest validation accuracy so far."""
+    def save(self, states: dict | None = None) -> None:
+        """Save last.pt, also as best.pt if no epoch was more accurate; `states`: the state_dicts, if not of `state`."""
         if not self.output.writes:
             return
         accuracies, folder = [epoch["val"]["accuracy"] for epoch in self.history], self.output.checkpoint_dir
-        content = {name: part.state_dict() for name, part in self.state.items()} | {
+        content = (states or {name: part.state_dict() for name, part in self.state.items()}) | {
             "epoch": self.epoch, "samples": self.samples, "sums": self.sums, "history": self.history, "rate": self.rate,
             "arguments": self.arguments, "saved_by": f"{self.strategy}, world size {self.world_size}"}
         try:

@@ -98,7 +98,9 @@ def table(path, different):
         groups = statements(new)
         gone = [[] for _ in groups]
         for line in [line.partition("  # ")[0].strip() for line in old]:
-            if line not in kept:
+            if line not in kept and not groups:  # nothing stands in its place
+                rows.append(f"| | ~~`{cell(line)}`~~ | |")
+            elif line not in kept:
                 likest = max(range(len(groups)), key=lambda k: max(likeness(line, code) for code in groups[k][1]))
                 gone[likest].append(f"~~`{cell(line)}`~~")
         for struck, (number, lines, reasons) in zip(gone, groups, strict=True):

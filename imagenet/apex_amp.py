@@ -21,7 +21,6 @@ from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md;
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-
 from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-
 from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics

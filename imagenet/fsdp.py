@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-
+import shards
 from common import flags, processes, schedule, sharded
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
@@ -58,9 +58,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.zero_grad()
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:
-            sharded.gather(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
-        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
-            run.save()
+            shards.save(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
         if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
@@ -107,16 +105,17 @@ def main():
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     model.to(memory_format=torch.contiguous_format)  # fsdp: it refuses NHWC weights; the images stay NHWC
     mesh = dist.init_device_mesh(device.type, (world_size,))  # fsdp: else it takes the GPU, also with --device cpu
-    layers, sums = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
-    if layers and (norms := sharded.batch_norms(model)):
+    low, high = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
+    if low and (norms := sharded.batch_norms(model)):
         fully_shard(norms, mesh=mesh)  # fsdp: BatchNorm stays fp32, like its running statistics
     for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums), reshard_after_forward=args.reshard)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums, sums))  # fsdp: before the optimizer
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high), reshard_after_forward=args.reshard)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high, high))  # fsdp: before the optimizer
     optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
-    state = {"model": sharded.Sharded(model), "optimizer": sharded.Sharded(optimizer)}  # fsdp: to save
+    sharded.set_up(model, optimizer, shards.load)  # fsdp: foreach, as fused SGD takes no shards; and how to load them
+    state = {"model": model, "optimizer": optimizer}
     run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume(sharded.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
+    run.resume(shards.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
     if args.evaluate:
         networks.report(run, evaluate(model, val, run))
     for epoch in range(run.epoch, args.epochs):
@@ -125,10 +124,9 @@ def main():
         if run.stopping:
             break  # it is saved: --resume continues within this epoch
         run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: nothing is wrapped
-        sharded.gather(run)  # fsdp: for run.save()
         if rank == 0:  # dist: only rank 0 writes
             run.log()
-            run.save()
+        shards.save(run)  # fsdp: all ranks give their shares
 
 
 if __name__ == "__main__":

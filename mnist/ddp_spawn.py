@@ -4,8 +4,7 @@
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python mnist/ddp_spawn.py -n 2 -g 1 -nr 0
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python mnist/ddp_spawn.py -n 2 -g 1 -nr 1
 
-The last two make one run: start one on each of two machines, with the address of the first. On one machine each would
-take GPU 0: set CUDA_VISIBLE_DEVICES.
+The last two make one run on two machines; the address is that of the first. On one machine set CUDA_VISIBLE_DEVICES.
 """
 
 import gc

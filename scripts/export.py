@@ -19,15 +19,15 @@ try:
 except ImportError:
     fail("it needs a package: pip install safetensors")
 try:
-    model = checkpoint.read(args.checkpoint)[0]["model"]
+    saved, _ = checkpoint.read(args.checkpoint)
 except (OSError, checkpoint.CorruptCheckpoint) as error:
     fail(f"{args.checkpoint}: {getattr(error, 'strerror', None) or error}")
-if "folder" in model:
+if "shards" in saved:
     fail(f"{args.checkpoint} is in shards: make it whole with scripts/unshard.py first")
 if args.weights.exists():
     fail(f"{args.weights} already exists")
 try:
-    weights = {name: tensor.contiguous().clone() for name, tensor in model.items()}  # as safetensors wants them
+    weights = {name: tensor.contiguous().clone() for name, tensor in saved["model"].items()}  # safetensors wants it so
     checkpoint.write(args.weights, save(weights))
 except OSError as error:
     fail(f"{args.weights}: {error.strerror}")

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 from torchvision import transforms
 
-from common import cifar10, datasets, flags, models, schedule
+from cifar10 import cifar
+from common import datasets, flags, models, schedule
 from common.data import DataObject, EpochSampler, ImageTensor
 from common.metrics import Metrics
 from common.run import Run
@@ -29,7 +30,7 @@ def arguments(*given):
 
 def training(args, rank=0, world_size=1):
     """The generated images of CIFAR-10, cropped and mirrored, as `rank` of `world_size` reads them."""
-    train_set, _ = cifar10.load(args)
+    train_set, _ = cifar.load(args)
     sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)
     return DataObject(train_set, sampler, args.batch_size, CPU)
 
@@ -61,11 +62,11 @@ class Pictures(Dataset):
 
 @pytest.mark.parametrize("workers", [None, 0, 2], ids=["tensors", "a Dataset", "2 workers"])
 def test_normalised_as_torchvision_does(workers):
-    _, val_set = cifar10.load(arguments())
+    _, val_set = cifar.load(arguments())
     dataset = val_set if workers is None else Pictures(val_set)
     val = DataObject(dataset, range(len(val_set)), 30, CPU, workers or 0)
     usual = transforms.Compose([transforms.ToPILImage(), transforms.ToTensor(),
-                                transforms.Normalize(*cifar10.MEAN_STD)])
+                                transforms.Normalize(*cifar.MEAN_STD)])
     images, labels = (torch.cat(parts) for parts in zip(*val, strict=True))
     assert images.dtype == torch.float32
     assert images.shape == (100, 3, 32, 32)
@@ -75,7 +76,7 @@ def test_normalised_as_torchvision_does(workers):
 
 def test_every_crop_is_one_of_the_padded_image():
     images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8)
-    dataset = cifar10.RandomCropFlip(images, torch.arange(40), cifar10.MEAN_STD, seed=0)
+    dataset = cifar.RandomCropFlip(images, torch.arange(40), cifar.MEAN_STD, seed=0)
     dataset.to(CPU)
     found = set()
     for epoch in range(20):
@@ -115,7 +116,7 @@ def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
 @pytest.mark.parametrize("workers", [None, 0], ids=["tensors", "a Dataset"])
 def test_empty_share(workers):
     """As after a resume at the end of an epoch, or with fewer validation images than ranks."""
-    dataset = cifar10.load(arguments())[0] if workers is None else Drawn()
+    dataset = cifar.load(arguments())[0] if workers is None else Drawn()
     sampler = EpochSampler(len(dataset), 8, seed=0)
     sampler.set_epoch(2, start=len(dataset) // 8 * 8)
     for share in (sampler, range(1, 1, 2)):
@@ -132,7 +133,7 @@ def test_epochs_and_seeds_differ_and_repeat():
 
 
 def test_validation_shares_cover_the_set_once():
-    val_set = cifar10.load(arguments())[1]
+    val_set = cifar.load(arguments())[1]
     shares = [DataObject(val_set, range(rank, 100, 7), 4, CPU) for rank in range(7)]
     assert sorted(index for share in shares for index in share.indices().tolist()) == list(range(100))
     assert [sum(len(labels) for _, labels in share) for share in shares] == [15, 15, 14, 14, 14, 14, 14]
@@ -284,6 +285,6 @@ def test_schedule():
 def test_models(name, parameters):
     """ConvNet and LeNet-5 for MNIST; ResNet-18 for 32x32 has half a million fewer than torchvision's for ImageNet."""
     channels, size = (3, 32) if name == "resnet18" else (1, 28)
-    model = {**models.MODELS, **cifar10.MODELS}[name](channels, size)
+    model = {**models.MODELS, **cifar.MODELS}[name](channels, size)
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters

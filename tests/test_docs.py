@@ -11,7 +11,8 @@ from forked import compute
 from launch import checkpoint, need_horovod
 from recipes import ROOT
 
-from common import cifar10, models, schedule
+from cifar10 import cifar
+from common import models, schedule
 from common.data import EpochSampler
 from docs import changes, draw
 
@@ -130,7 +131,7 @@ def test_sizes_of_the_gradients():
     from torchvision.models import resnet50
 
     sizes = {"MNIST's convnet": models.MODELS["convnet"](1, 28), "ImageNet's resnet50": resnet50(),
-             "CIFAR-10's resnet18": cifar10.MODELS["resnet18"](3, 32)}
+             "CIFAR-10's resnet18": cifar.MODELS["resnet18"](3, 32)}
     for name, parameters, size, sent in table("allreduce.md", "model"):
         count = sum(weights.numel() for weights in sizes[name].parameters())
         assert parameters == f"{count:,}"

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, MNIST
 
-from common import cifar10, datasets, flags
+from cifar10 import cifar
+from common import datasets, flags
 
 pytestmark = pytest.mark.check
 
@@ -99,10 +100,10 @@ def mnist(mnist_files, monkeypatch):
 
 
 @pytest.fixture
-def cifar(monkeypatch):
+def cifar10(monkeypatch):
     """The archive of a small CIFAR-10, {name: bytes}; torchvision is told its checksums."""
     generator, contents = np.random.default_rng(0), {}
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         batch = {"data": generator.integers(256, size=(20, 3072), dtype=np.uint8), "labels": list(range(10)) * 2}
         contents[name] = pickle.dumps(batch, protocol=2)
     contents["cifar-10-batches-py/batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")})
@@ -120,7 +121,7 @@ def cifar(monkeypatch):
     return {CIFAR10.filename: buffer.getvalue()}
 
 
-LOAD = {"mnist": datasets.mnist, "cifar10": cifar10.load}
+LOAD = {"mnist": datasets.mnist, "cifar10": cifar.load}
 
 
 def files_in(folder):
@@ -145,7 +146,7 @@ def refused(dataset, folder, capsys):
 def test_spoiled(fault, dataset, request, tmp_path, monkeypatch, capsys):
     set_timeout = socket.setdefaulttimeout
     monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 60))  # a user waits longer
-    with Server(request.getfixturevalue({"cifar10": "cifar"}.get(dataset, dataset)), fault) as server:
+    with Server(request.getfixturevalue(dataset), fault) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
         started = time.monotonic()
@@ -164,14 +165,14 @@ def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
     assert files_in(tmp_path / "data") == sorted(datasets.MNIST_FILES), "nothing else is left"
 
 
-def test_archive(cifar, tmp_path, monkeypatch):
-    with Server(cifar) as server:
+def test_archive(cifar10, tmp_path, monkeypatch):
+    with Server(cifar10) as server:
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
-        cifar10.load(args_for("cifar10", tmp_path))
-    train, val = cifar10.load(args_for("cifar10", tmp_path))  # from the files
+        cifar.load(args_for("cifar10", tmp_path))
+    train, val = cifar.load(args_for("cifar10", tmp_path))  # from the files
     assert (train.images.shape, val.images.shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
     assert train.labels.tolist() == list(range(10)) * 10
-    assert files_in(tmp_path) == sorted(cifar10.FILES)
+    assert files_in(tmp_path) == sorted(cifar.FILES)
 
 
 def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):

@@ -18,7 +18,7 @@ from launch import (
     random_seed,
     strategies,
 )
-from recipes import ROOT, STEP, in_float64
+from recipes import ROOT, STEP, in_float64, small
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -42,7 +42,8 @@ def test_shares(name, world_size, largest):
         whole = sum(weights.numel() for weights in model.parameters())
         for module in (*sharded.blocks(model), model):
             fully_shard(module, mesh=mesh)
-        optimizer = sharded.Sharded(torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True)).part
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True)
+        sharded.set_up(model, optimizer)
         for weights in model.parameters():
             weights.grad = torch.zeros_like(weights)
         optimizer.step()
@@ -62,6 +63,8 @@ def test_blocks():
     assert kinds["vgg11"] == ["Conv2d"] * 8 + ["Linear"] * 3
 
 
+SHARDED = (f"{strategies(2, ROOT / 'imagenet')['fsdp']} --model lenet {small('imagenet')} --device cpu "
+           "--sharded-checkpoint")
 STOPS = ("        import os, signal\n"
          "        if run.samples == int(os.environ.get('STOP_AT', -1)): signal.raise_signal(signal.SIGTERM)\n")
 
@@ -83,17 +86,17 @@ def assert_close(a, b):
 
 def test_sharded_checkpoint_on_any_number_of_processes(tmp_path):
     """Saved on 2, resumed on 1, on 4 and on 3, within an epoch; then, as one file, by single.py."""
-    in_float64(tmp_path, "mnist", "fsdp.py", STEP, STEP + STOPS)
-    flags = "--synthetic 480 --epochs 2 --model lenet --device cpu -G 48 --log-interval 1"
-    compute(f"python mnist/single.py {flags} --log-dir single", cwd=tmp_path)
+    in_float64(tmp_path, "imagenet", "fsdp.py", STEP, STEP + STOPS)
+    flags = f"--synthetic 480 --epochs 2 --model lenet {small('imagenet')} --device cpu -G 48 --log-interval 1"
+    compute(f"python imagenet/single.py {flags} --log-dir single", cwd=tmp_path)
     for processes, stop_at in ((2, 96), (1, 192), (4, 288), (3, -1)):
-        compute(f"torchrun --standalone --nproc-per-node={processes} mnist/fsdp.py {flags} --log-dir part "
+        compute(f"torchrun --standalone --nproc-per-node={processes} imagenet/fsdp.py {flags} --log-dir part "
                 "--sharded-checkpoint --resume auto", cwd=tmp_path, STOP_AT=str(stop_at))
     assert_close(whole(tmp_path / "part"), checkpoint(tmp_path / "single"))
     folders = {path.name for path in (tmp_path / "part").glob("shards-*")}
     assert len(folders) <= 4
-    refused = compute(f"python mnist/single.py {flags} --log-dir part --resume auto", cwd=tmp_path, status=2)
-    assert "its tensors are in shards: use fsdp.py, or scripts/unshard.py" in one_line(refused)
+    refused = compute(f"python imagenet/single.py {flags} --log-dir part --resume auto", cwd=tmp_path, status=2)
+    assert "its tensors are in shards: use imagenet/fsdp.py, or scripts/unshard.py" in one_line(refused)
 
 
 def test_whole_checkpoint_for_any_recipe(tmp_path):
@@ -113,8 +116,7 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
 def test_killed_in_a_sharded_save(tmp_path):
     """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or the one before."""
     # 12 steps of 64 images in each epoch
-    flags = "--synthetic 768 --epochs 8 --model lenet --device cpu -G 64 --checkpoint-every 1 --sharded-checkpoint"
-    command = f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --resume auto"
+    command = f"{SHARDED} --synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
     for _ in range(10):
@@ -137,21 +139,18 @@ def test_killed_in_a_sharded_save(tmp_path):
 def part(tmp_path_factory):
     """A folder with the sharded checkpoints of two epochs."""
     folder = tmp_path_factory.mktemp("sharded")
-    compute(f"{strategies(2, ROOT / 'mnist')['fsdp']} {BAD} --epochs 2 --log-dir part", cwd=folder)
+    compute(f"{SHARDED} --synthetic 128 -b 64 --epochs 2 --log-dir part", cwd=folder)
     return folder / "part"
-
-
-BAD = "--synthetic 128 --model lenet --device cpu --sharded-checkpoint"
 
 
 def copied(part, tmp_path):
     """A copy of `part`, and the shards that last.pt names."""
     shutil.copytree(part, tmp_path / "part")
-    return tmp_path / "part" / checkpoint(part)["model"]["folder"]
+    return tmp_path / "part" / checkpoint(part)["shards"]["folder"]
 
 
 def resumed(tmp_path, flags, status=0):
-    command = f"{strategies(2, ROOT / 'mnist')['fsdp']} {BAD} --epochs 3 --log-dir part --resume {flags}"
+    command = f"{SHARDED} --synthetic 128 -b 64 --epochs 3 --log-dir part --resume {flags}"
     before = everything(tmp_path)
     output = compute(command, cwd=tmp_path, status=status)
     if status:

@@ -13,8 +13,8 @@ from launch import Job, checkpoint, need_horovod, refused_here, run
 from recipes import ROOT, commands
 from torchvision.datasets import MNIST
 
+from cifar10 import cifar
 from common import checkpoint as checkpoints
-from common import cifar10
 
 SINGLE = f"python {ROOT}/mnist/single.py"
 SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
@@ -220,10 +220,10 @@ def test_truncated_mnist(real_data, tmp_path):
 def test_a_cifar10_batch_of_another_kind(tmp_path):
     canary = tmp_path / "canary"
     for content in (pickle.dumps({"images": []}), b"", pickle.dumps(Harm(canary))):
-        for name in cifar10.FILES:
+        for name in cifar.FILES:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(content)
-        assert cifar10.FILES[0] in refused_here("cifar10/single.py --data-dir .", tmp_path)
+        assert cifar.FILES[0] in refused_here("cifar10/single.py --data-dir .", tmp_path)
     assert not canary.exists(), "a pickle that runs code is refused"
 
 

@@ -40,7 +40,8 @@ def single(tmp_path_factory):
     "mnist dp 1",  # only to run its code: on the CPU it is the bare model, on one process
     *(f"mnist {name} 2" for name in strategies(1, "")), "mnist ddp_launch 4", "mnist hvd_gloo 4",
     # test_siblings.py shows that the others differ from these only in what is specific to a data set
-    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2", "mnist fsdp 4", "cifar10 fsdp 2", "imagenet fsdp 2",
+    "cifar10 ddp_spawn 2", "imagenet hvd_gloo 2", "mnist fsdp 4", "cifar10 fsdp 2", "cifar10 fsdp 4",
+    "imagenet fsdp 2", "imagenet fsdp 4",
     # the flags for speed
     "cifar10 ddp_launch 2 --channels-last", "mnist hvd_gloo 2 --channels-last", "mnist ddp_spawn 2 --compile",
     "mnist fsdp 2 --channels-last", "mnist fsdp 2 --compile", "mnist fsdp 2 --no-reshard-after-forward"])
@@ -61,9 +62,9 @@ HOROVOD_OPTIMIZER = """    optimizer = hvd.DistributedOptimizer(
         optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)"""
 FSDP = (ROOT / "mnist" / "fsdp.py").read_text()
-SHARDING = FSDP[FSDP.index("    layers, sums = "):FSDP.index("    optimizer = ")]
+SHARDING = FSDP[FSDP.index("    low, high = "):FSDP.index("    optimizer = ")]
 FSDP_OPTIMIZER = FSDP[FSDP.index("    optimizer = "):FSDP.index("    state = ")]
-ROOT_OF_MODEL = "    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(layers, sums, sums))"
+ROOT_OF_MODEL = "    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high, high))"
 MUTATIONS = {
     "ddp_spawn without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),
     "ddp_launch without the wrapper": (WRAPPER, "    object.__setattr__(model, 'module', model)"),

@@ -23,7 +23,8 @@ from launch import Job, free_port, need, need_horovod, run
 from recipes import RECIPES, ROOT, commands
 
 from benchmarks import jpeg_tree
-from common import cifar10, datasets
+from cifar10 import cifar
+from common import datasets
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,7 +132,7 @@ def write_small_data(folder):
         else:
             content = struct.pack(">4i", 2051, count, 28, 28) + noise[:count, :784].tobytes()
         (folder / name).write_bytes(content)
-    for name in cifar10.FILES:
+    for name in cifar.FILES:
         (folder / name).parent.mkdir(exist_ok=True)
         count = 64 if "test" in name else 128
         batch = {"data": noise[:count], "labels": (noise[:count, 0] % 10).tolist()}
