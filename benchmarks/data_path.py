@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))
-from cifar10 import cifar
+sys.path[1:1] = [str(ROOT), str(ROOT / "cifar10")]  # also for what CIFAR-10's recipe imports
+import cifar
 from common import datasets, flags
 from common.data import DataObject, EpochSampler
 from common.run import Run

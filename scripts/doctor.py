@@ -39,7 +39,7 @@ from common import flags, processes, schedule
 from common.data import DataObject, EpochSampler, ImageTensor
 from common.processes import fail
 
-DATA = {"mnist": ("datasets.mnist", 60_000), "cifar10": ("cifar10.load", 50_000),  # the images are for training
+DATA = {"mnist": ("datasets.mnist", 60_000), "cifar10": ("cifar.load", 50_000),  # the images are for training
         "imagenet": ("jpegs.imagenet", 1_281_167)}
 SMALL, LARGE = 4, 2**24  # bytes to reduce
 SLOW = 1.25  # times the median: a rank for which all others wait

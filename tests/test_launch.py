@@ -129,7 +129,7 @@ def test_profile(images, steps, tmp_path):
 def test_nothing_is_imported_before_it_is_needed(tmp_path):
     """A run that does not use TensorBoard or torchvision does not spend time on importing them."""
     code = (f"import runpy, sys; sys.argv = ['single.py', '--synthetic', '512', '--dry-run', '--model', 'convnet']; "
-            f"runpy.run_path('{ROOT}/cifar10/single.py', run_name='__main__'); "
+            f"sys.path[0] = '{ROOT}/cifar10'; runpy.run_path('{ROOT}/cifar10/single.py', run_name='__main__'); "
             "print('there:', sorted({name.split('.')[0] for name in sys.modules}))")
     there = run(f'python -c "{code}"', cwd=tmp_path).partition("there:")[2]
     assert "'torch'" in there
