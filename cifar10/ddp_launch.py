@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import cifar  # beside this file
-from common import flags, processes, schedule
+from common import flags, hooks, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -28,6 +28,8 @@ def parse_args():
     flags.add_data(parser)
     flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
     flags.add_sgd(parser, weight_decay=5e-4)
+    parser.add_argument("--comm-hook", choices=hooks.HOOKS, default="none", help="compresses gradients")  # dist: or not
+    parser.add_argument("--powersgd-rank", type=flags.COUNT, default=2, metavar="R")  # dist: columns of its matrices
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
@@ -93,6 +95,7 @@ def main():
     run.resume()  # only with --resume; a folder that holds another run is refused
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # dist: averages gradients in backward
     model.broadcast_buffers = False  # dist: not in every forward: the wrapper has sent them once, evaluate() does again
+    hooks.register(model, args)  # dist: with --comm-hook, gradients travel in fewer bytes
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)

@@ -14,8 +14,7 @@ from filelock import FileLock
 from common.data import ImageTensor
 from common.processes import fail
 
-MNIST_FILES = [f"MNIST/raw/{name}-ubyte" for name in
-               ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")]
+MNIST_FILES = [f"MNIST/raw/{of}-{kind}-ubyte" for of in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
 MNIST_MEAN_STD = (0.1307,), (0.3081,)  # of the training images in 0..1
 
 

@@ -16,8 +16,7 @@ def divide_batch(args, world_size: int = 1) -> None:
 
 def lr_factor(args, world_size: int) -> float:
     """The factor for --lr with `world_size` times the batch (Goyal et al. 2017, arXiv:1706.02677)."""
-    scaling = "none" if args.global_batch_size else args.scale_lr
-    return {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[scaling]
+    return 1 if args.global_batch_size else {"linear": world_size, "sqrt": world_size**0.5, "none": 1}[args.scale_lr]
 
 
 def warmup_cosine(args, lr: float, epochs_done: float) -> float:

@@ -1,10 +1,8 @@
 """What only fsdp.py needs: which modules to shard, and the state of a sharded model as the other recipes save it."""
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from common.processes import fail
 
 FUSED, FOREACH = {"fused": True, "foreach": None}, {"fused": None, "foreach": True}  # of SGD; fused, it takes no shards
 
@@ -14,20 +12,16 @@ def blocks(module):
     for child in module.children():
         if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
             yield from blocks(child)
-        elif any(True for _ in child.parameters()) and not isinstance(child, _BatchNorm):  # see batch_norms
+        elif list(child.parameters()) and not isinstance(child, nn.modules.batchnorm._BatchNorm):  # it stays fp32
             yield child
 
 
-def batch_norms(model):
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
-def lacks_a_batch(val, run):
-    """Whether this rank's share of the DataObject `val` has a batch less than another's (an image less, at most)."""
-    if len(val.dataset) < run.world_size:
-        fail(f"{len(val.dataset)} images to evaluate on {run.world_size} processes: FSDP needs one for each")
+def even_out(model, val, run):
+    """Call `model` with one image of the DataObject `val` if this rank's share has a batch less than another's."""
     most = -(-len(val.dataset) // (val.batch_size * run.world_size))
-    return len(val) < (min(most, run.accumulate) if run.args.dry_run else most)
+    if len(val) < (min(most, run.accumulate) if run.args.dry_run else most):
+        images, _ = next(iter(val.source.batches(torch.zeros(1, dtype=torch.int64), 1, 0)))
+        model(images.to(val.device, torch.get_default_dtype()))
 
 
 def leaves(tree, change, path=()):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-from common import flags, processes, schedule
+from common import flags, hooks, processes, schedule
 from common.data import DataObject, EpochSampler
 from common.metrics import Metrics
 from common.run import Run
@@ -29,6 +29,8 @@ def parse_args():
     jpegs.add_flags(parser)
     networks.add_flags(parser)
     parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
+    parser.add_argument("--comm-hook", choices=hooks.HOOKS, default="none", help="compresses gradients")  # dist: or not
+    parser.add_argument("--powersgd-rank", type=flags.COUNT, default=2, metavar="R")  # dist: columns of its matrices
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
@@ -103,6 +105,7 @@ def main():
         networks.report(run, evaluate(model, val, run))
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # dist: averages gradients in backward
     model.broadcast_buffers = False  # dist: not in every forward: the wrapper has sent them once, evaluate() does again
+    hooks.register(model, args)  # dist: with --comm-hook, gradients travel in fewer bytes
     for epoch in range(run.epoch, args.epochs):
         train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)

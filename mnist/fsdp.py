@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import datasets, flags, models, processes, schedule, sharded
@@ -67,8 +68,7 @@ def evaluate(model, val, run):
     for images, labels in run.progress(val):
         logits = model(images)
         metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    if sharded.lacks_a_batch(val, run):
-        model(images)  # fsdp: forward gathers weights, so all ranks have to call it equally often
+    sharded.even_out(model, val, run)  # fsdp: forward gathers weights, so all ranks have to call it equally often
     dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
     return metrics.average(val.waited)
 
@@ -95,14 +95,14 @@ def main():
     model.to(memory_format=torch.contiguous_format)  # fsdp: it refuses NHWC weights; the images stay NHWC
     mesh = dist.init_device_mesh(device.type, (world_size,))  # fsdp: else it takes the GPU, also with --device cpu
     low, high = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
-    if low and (norms := sharded.batch_norms(model)):
+    if low and (norms := [module for module in model.modules() if isinstance(module, _BatchNorm)]):
         fully_shard(norms, mesh=mesh)  # fsdp: BatchNorm stays fp32, like its running statistics
     for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high), reshard_after_forward=args.reshard)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high, high))  # fsdp: before the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    sharded.set_up(model, optimizer)  # fsdp: foreach, as fused SGD takes no shards; and how to load them
     state = {"model": model, "optimizer": optimizer}
+    sharded.set_up(model, optimizer)  # fsdp: foreach, as fused SGD takes no shards; and how to load them
     run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
     for epoch in range(run.epoch, args.epochs):

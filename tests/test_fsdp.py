@@ -189,5 +189,4 @@ def test_evaluation_of_unequal_shares(tmp_path):
     flags = "--model lenet --device cpu --epochs 1"
     assert "epoch 1/1" in compute(f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --synthetic 5005 "
                                   "--test-batch-size 500 --dry-run", cwd=tmp_path)
-    output = compute(f"{strategies(3, ROOT / 'mnist')['fsdp']} {flags} --synthetic 10 -b 1", cwd=tmp_path, status=2)
-    assert "fsdp.py: rank 2: 2 images to evaluate on 3 processes: FSDP needs one for each" in output
+    assert "epoch 1/1" in compute(f"{strategies(3, ROOT / 'mnist')['fsdp']} {flags} --synthetic 10 -b 1", cwd=tmp_path)

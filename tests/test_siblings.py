@@ -113,7 +113,8 @@ def test_dependencies_point_one_way():
         assert not own & recipes, f"{path} imports a recipe"
         if path.parent.name == "common":
             assert not parts & modules, f"{path} imports what only one data set has"
-            allowed = {"distributed"} if path.name == "sharded.py" else set()  # which only fsdp.py needs
+            # for fsdp.py, and for --comm-hook
+            allowed = {"distributed"} if path.name in ("sharded.py", "hooks.py") else set()
             assert not parts & {"distributed", "horovod", "apex"} - allowed, f"{path} imports what only a recipe may"
     for folder in DATASETS:
         extra = {path.stem for path in folder.glob("*.py")} - recipes
@@ -137,6 +138,7 @@ def test_sizes():
     for recipe in RECIPES:
         taken = length(path for path in carried(recipe) if path.parent.name == "common")
         assert (taken.pop("sharded.py", None) is not None) == (recipe.name == "fsdp.py")
+        assert (taken.pop("hooks.py", None) is not None) == (recipe.name in ("ddp_launch.py", "ddp_amp.py"))
         assert {"run.py", "data.py", "checkpoint.py"} < taken.keys()
         if recipe.parent.name == "mnist":
             assert sum(taken.values()) <= 840, taken
