@@ -24,20 +24,25 @@ from tqdm import tqdm
 from cifar10 import cifar
 
 TORCHRUN = "torchrun --standalone --nproc-per-node={processes} {folder}"
+HOOKS = "bf16", "fp16", "powersgd"
 STARTS = {
     "single.py": "python {folder}/single.py",
     "ddp_launch.py": f"{TORCHRUN}/ddp_launch.py",
     "hvd.py": "horovodrun -np {processes} python {folder}/hvd.py",
+    **{f"ddp_launch.py, {hook}": f"{TORCHRUN}/ddp_launch.py --comm-hook {hook}" for hook in HOOKS},
     "ddp_amp.py, bf16": f"{TORCHRUN}/ddp_amp.py",
     "ddp_amp.py, bf16, channels-last": f"{TORCHRUN}/ddp_amp.py --channels-last",
 }
 EACH = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4), ("hvd.py", 2), ("ddp_amp.py, bf16", 2)]
+COMPRESSED = [("ddp_launch.py", 2), *((f"ddp_launch.py, {hook}", 2) for hook in HOOKS)]
 PUBLISHED = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 # name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0: the cores, shared out)
 TRAININGS = {
     "mnist-lenet": ("mnist", "lenet", 5, 3, EACH, 0),
     "mnist-convnet": ("mnist", "convnet", 5, 3, EACH, 0),
     "cifar10-convnet": ("cifar10", "convnet", 10, 3, EACH, 0),
+    "mnist-comm-hook": ("mnist", "convnet", 5, 1, COMPRESSED, 0),
+    "cifar10-comm-hook": ("cifar10", "convnet", 5, 1, COMPRESSED, 0),
     # the default is 30 epochs; one takes 4 min and a half on two cores with AVX512-BF16
     "cifar10-resnet18": ("cifar10", "resnet18", 18, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
     "imagenet-convnet": ("imagenet", "convnet", 5, 1, [("single.py", 1), ("ddp_launch.py", 2)], 0),

@@ -31,7 +31,7 @@ allreduce() {  # name, and what starts the processes
         fi
     fi
 } > "$results/allreduce.md"
-for script in scaling startup cpu; do
+for script in scaling startup cpu sharding; do
     python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
 done
 python benchmarks/model.py --out "$results" > /dev/null

@@ -8,9 +8,10 @@ over p processes then takes
 
     ring:  2 (p - 1) alpha + 2 (p - 1)/p n beta      tree:  2 log2(p) (alpha + n beta)
 
-(Thakur et al. 2005, doi:10.1177/1094342005051521; Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). DDP sends
-buckets as backward fills them. If other hardware does the sending (a GPU's copy engines), it overlaps with backward; on
-a CPU whose cores are all busy, sending takes time from computing.
+and an all-gather or a reduce-scatter takes half as long as the ring (Thakur et al. 2005, doi:10.1177/1094342005051521;
+Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). DDP sends buckets as backward fills them. If other hardware
+does the sending (a GPU's copy engines), it overlaps with backward; on a CPU whose cores are all busy, sending takes
+time from computing.
 """
 
 import json
@@ -23,6 +24,7 @@ import torch
 from scaling import rows
 
 from cifar10 import cifar
+from common import sharded
 from common.processes import fail
 
 MIB = 2**20
@@ -42,6 +44,19 @@ def ring(p, size, alpha, beta):
 def tree(p, size, alpha, beta):
     """Seconds of an all-reduce that sums up a binary tree and sends the result down again."""
     return 2 * math.log2(p) * (alpha + size * beta)
+
+
+def half_ring(p, size, alpha, beta):
+    """Seconds of an all-gather or a reduce-scatter in a ring, of `size` bytes in all: half of an all-reduce."""
+    return ring(p, size, alpha, beta) / 2
+
+
+def fsdp(p, groups, alpha, beta):
+    """Seconds of what fsdp.py's step sends, for `groups` as of `shard_groups`, the root's last.
+
+    Each group is gathered for forward and for backward (the root's stays), and its gradients are reduce-scattered.
+    """
+    return sum(3 * half_ring(p, size, alpha, beta) for size in groups) - half_ring(p, groups[-1], alpha, beta)
 
 
 def fit(measured):
@@ -82,10 +97,26 @@ def step(compute, backward, size, all_reduce, overlap):
     return compute + max(0, sent - backward)
 
 
-def gradient_bytes(dataset, model):
+def build(dataset, model):
+    """The model, without memory for its weights."""
     channels, size = {"mnist": (1, 28), "cifar10": (3, 32)}[dataset]
     with torch.device("meta"):
-        return sum(4 * p.numel() for p in cifar.MODELS[model](channels, size).parameters())
+        return cifar.MODELS[model](channels, size)
+
+
+def bytes_of(module):
+    return sum(4 * weights.numel() for weights in module.parameters())
+
+
+def gradient_bytes(dataset, model):
+    return bytes_of(build(dataset, model))
+
+
+def shard_groups(dataset, model):
+    """The bytes of each group of weights that fsdp.py gathers at once, and last of those that are in no block."""
+    built = build(dataset, model)
+    sizes = [bytes_of(block) for block in sharded.blocks(built)]
+    return [*sizes, bytes_of(built) - sum(sizes)]
 
 
 def workloads(scaling):
@@ -167,7 +198,10 @@ def markdown(scaling, fits, works, cores):
             table.append([work["dataset"], name, *(
                 f"{work['step'] / step(work['step'], work['backward'], work['bytes'], all_reduce, overlap):.2f}"
                 for all_reduce in [lambda n, p=p, form=form: form(p, n, alpha, beta) for p in sizes])])
-    names = ["data set", "all-reduce", *(f"{p:,} processes" for p in sizes)]
+        groups = shard_groups(work["dataset"], work["model"])
+        table.append([work["dataset"], "FSDP's all-gathers and reduce-scatters", *(
+            f"{work['step'] / (work['step'] + fsdp(p, groups, alpha, beta)):.2f}" for p in sizes)])
+    names = ["data set", "communication", *(f"{p:,} processes" for p in sizes)]
     return "\n".join([*lines, runs.table(names, table, left=2), "",
                       *published_lines(), "", "![the fit, the prediction and the published table](model.svg)"])
 

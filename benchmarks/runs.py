@@ -39,6 +39,7 @@ def command(strategy: str, processes: int, folder: Path) -> str:
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "fsdp": f"torchrun --standalone --nproc-per-node={processes} {folder}/fsdp.py",
         "ddp_pinned": f"torchrun --standalone --nproc-per-node={processes} --no-python {ROOT}/scripts/pin.sh "
                       f"{folder}/ddp_launch.py",
         "ddp_amp": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_amp.py",

@@ -16,6 +16,7 @@ import pytest
 import readme
 import runs
 import scaling
+import sharding
 import torch
 from cluster import need_cluster
 from forked import ForkedJob, compute
@@ -31,6 +32,10 @@ def test_all_reduce_cost():
     assert model.ring(4, 1000, alpha=0, beta=1) == 1500  # 2 (p - 1)/p n
     assert model.ring(4, 1000, alpha=1, beta=0) == 6
     assert model.tree(8, 1000, alpha=1, beta=1) == 6 * 1001
+    assert model.half_ring(4, 1000, alpha=1, beta=1) == 3 + 750
+    assert model.fsdp(4, [1000, 0], alpha=1, beta=1) == 3 * 753 + 2 * 3  # 1.5 times an all-reduce, and the root
+    assert sum(model.shard_groups("cifar10", "resnet18")) == model.gradient_bytes("cifar10", "resnet18")
+    assert len(model.shard_groups("cifar10", "resnet18")) == 8 + 1
     assert model.ring(1024, 100, 1e-5, 1e-9) > model.tree(1024, 100, 1e-5, 1e-9)
     assert model.ring(1024, 10**9, 1e-5, 1e-9) < model.tree(1024, 10**9, 1e-5, 1e-9)
 
@@ -121,6 +126,16 @@ def test_wrong_input(command, says, tmp_path):
     assert shown.startswith(says)
     assert shown.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_sharding(tmp_path, monkeypatch, capsys):
+    flags = f"--device cpu --models lenet --repeats 1 --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["sharding.py", *flags.split()])
+    monkeypatch.setattr(sharding, "MODELS", {"lenet": ("mnist", 16, 2, "")})
+    sharding.main()
+    (ddp, fsdp), = json.loads((tmp_path / "sharding.json").read_text())["turns"]["lenet"]
+    assert all(seconds > 0 and 0.1 < memory < 2 for seconds, memory in (ddp, fsdp))
+    assert f"| lenet | FSDP | {1e3 * fsdp[0]:,.0f} | {fsdp[1]:.2f} | " in capsys.readouterr().out
 
 
 def test_a_wide_spread_is_marked():
@@ -215,7 +230,7 @@ def test_host_time(tmp_path):
 def test_cifar10_as_jpegs(tmp_path, monkeypatch):
     red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 32, 32)
     sets = [ImageTensor(red[:len(labels)], torch.tensor(labels), ()) for labels in ([0, 7], [7])]
-    monkeypatch.setattr(accuracy.cifar10, "load", lambda args: sets)
+    monkeypatch.setattr(accuracy.cifar, "load", lambda args: sets)
     for _ in range(2):
         accuracy.cifar10_as_jpegs(tmp_path, tmp_path / "tree")
         found = sorted(str(path.relative_to(tmp_path / "tree")) for path in tmp_path.rglob("*.JPEG"))
