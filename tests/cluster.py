@@ -12,6 +12,9 @@ import pytest
 from launch import ENVIRONMENT, MARK, need
 from recipes import DATASETS, ROOT
 
+# Of a test that starts MPI with srun: once in 200 times MPI_Init crashes on busy cores (docs/clusters.md)
+MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
+
 
 def need_cluster():
     need(all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd"))),

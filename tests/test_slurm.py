@@ -7,7 +7,7 @@ import subprocess
 
 import psutil
 import pytest
-from cluster import Cluster, SlurmJob, link_repository, need_cluster
+from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need_cluster
 from launch import checkpoint, largest_difference, need_horovod, run
 from recipes import ROOT
 
@@ -39,7 +39,8 @@ def one_process(tmp_path_factory):
     return checkpoint(folder / "log")["model"]
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MPI_INIT_CAN_CRASH if name == "hvd srun" else ())
+                                  for name in LAUNCHES])
 def test_launch(name, cluster, one_process, tmp_path):
     if "hvd" in name:
         need_horovod("mpi")
