@@ -147,6 +147,7 @@ def markdown(results):
             rows += [["published, GPUs", p, *"---", f"{seconds / 60:.1f}", f"{published[1] / seconds:.2f}", "-"]
                      for p, seconds in published.items()]
         share = f"{threads} thread per process" if threads else "all cores"
+        share += ", gradients compressed" * (starts == COMPRESSED)
         lines += [f"## {folder}, {net}, {epochs} epochs, {share}", "", runs.table(columns, rows), "",
                   *below, f"{runs.heading(result)} {result.get('note', '')}".rstrip(), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])

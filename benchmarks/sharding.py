@@ -60,7 +60,7 @@ def main():
     turns = {model: [] for model in arguments.models}
     for model, _ in tqdm([(model, k) for k in range(arguments.repeats) for model in arguments.models], unit="turn"):
         turns[model].append([measure(arguments, model, strategy) for strategy in STRATEGIES])
-    result = runs.about(arguments) | {"turns": turns}
+    result = runs.about(arguments) | {"repeats": arguments.repeats, "turns": turns}
     runs.save(arguments, "sharding", result, markdown(result))
 
 
