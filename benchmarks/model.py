@@ -55,6 +55,7 @@ def fsdp(p, groups, alpha, beta):
     """Seconds of what fsdp.py's step sends, for `groups` as of `shard_groups`, the root's last.
 
     Each group is gathered for forward and for backward (the root's stays), and its gradients are reduce-scattered.
+    (Gloo's reduce-scatter is an all-reduce, which takes twice as long as a ring's.)
     """
     return sum(3 * half_ring(p, size, alpha, beta) for size in groups) - half_ring(p, groups[-1], alpha, beta)
 

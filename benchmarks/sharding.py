@@ -2,37 +2,53 @@
 
     python benchmarks/sharding.py
 
-The two take turns. The memory is the largest resident size that a process had, with Python and its libraries (about
-0.5 GiB). Weights, gradients and momentum take 12 bytes per weight with DDP, and half of that with FSDP; activations and
-what the libraries keep are the same. Generated images; the first epoch warms up and does not count.
+The two take turns. The time is the median of ten steps of a trace (--profile). The memory is the largest resident size
+of rank 1, which does not save, with Python and its libraries (about 0.5 GiB). Weights, gradients and momentum take 12
+bytes per weight with DDP, and half of that with FSDP; activations and what the libraries keep are the same.
 """
 
+import gzip
 import json
-import os
+import re
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
+import psutil
 import runs
 from tqdm import tqdm
 
-# name: (folder, batch per process, steps per epoch, flags)
-MODELS = {"resnet18": ("cifar10", 32, 4, ""), "vit_b_16": ("imagenet", 2, 3, "--image-size 224")}
+# name: (folder, batch per process, flags)
+MODELS = {"resnet18": ("cifar10", 32, ""), "vit_b_16": ("imagenet", 2, "--image-size 224")}
+STEPS = 17  # the trace is of steps 7 to 16, and the last one saves
 STRATEGIES = {"ddp_launch": "DDP", "fsdp": "FSDP"}
 
 
 def measure(arguments, model, strategy):
-    """Seconds of a step, and GiB of the largest process."""
-    dataset, batch, steps, flags = MODELS[model]
+    """Seconds of a step, and the largest GiB of rank 1."""
+    dataset, batch, flags = MODELS[model]
     line = (f"{runs.command(strategy, 2, runs.ROOT / dataset)} --model {model} -b {batch} --test-batch-size {batch} "
-            f"--synthetic {2 * batch * steps} --epochs 2 --lr 0.001 --device {arguments.device} {flags}")
+            f"--synthetic {2 * batch * STEPS} --epochs 1 --lr 0.001 --device {arguments.device} --profile {flags}")
     with tempfile.TemporaryDirectory() as folder:
-        process = runs.start(f"{line} --log-dir {folder}/log", arguments.threads)
-        _, status, used = os.wait4(process.pid, 0)  # also of its processes
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process, largest = runs.start(f"{line} --log-dir {folder}/log", arguments.threads), 0
+        while process.poll() is None:
+            largest = max(largest, *map(largest_size, psutil.Process(process.pid).children()), 0)
+            time.sleep(0.5)
         runs.finish(process)
-        last = json.loads(Path(folder, "log", "results.json").read_text())["epochs"][-1]
-    return 2 * batch / last["train"]["images_per_sec"], used.ru_maxrss / 2**20
+        events = json.loads(gzip.decompress(next(Path(folder, "log").glob("trace*")).read_bytes()))["traceEvents"]
+    steps = [event["dur"] for event in events if event["name"].startswith("ProfilerStep#") and event["ph"] == "X"]
+    return statistics.median(steps[:10]) / 1e6, largest / 2**20
+
+
+def largest_size(process):
+    """The largest resident size in KiB that a process has had so far if it is rank 1, else 0."""
+    try:
+        if process.environ().get("RANK") == "1":
+            return int(re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1])
+    except (psutil.Error, OSError, TypeError):  # it has just ended
+        pass
+    return 0
 
 
 def markdown(result):
@@ -44,8 +60,8 @@ def markdown(result):
             rows.append([model, name, runs.marked([1e3 * seconds for seconds, _ in own]),
                          runs.marked([memory for _, memory in own], "{:.2f}"), *(f"{ratio:.2f}" for ratio in ratios)])
     return "\n".join(["# FSDP beside DDP, two processes", "", runs.heading(result), "", runs.table(
-        ["model", "strategy", "ms per step", "GiB", "ratio of time", "of memory"], rows, left=2), "",
-        "Batch per process: " + ", ".join(f"{model} {batch}" for model, (_, batch, *_) in MODELS.items())
+        ["model", "strategy", "ms per step", "GiB of rank 1", "ratio of time", "of memory"], rows, left=2), "",
+        "Batch per process: " + ", ".join(f"{model} {batch}" for model, (_, batch, _) in MODELS.items())
         + f". Turns: {result['repeats']}. See `python benchmarks/sharding.py --help`. {runs.MARK}"])
 
 

@@ -131,7 +131,7 @@ def test_wrong_input(command, says, tmp_path):
 def test_sharding(tmp_path, monkeypatch, capsys):
     flags = f"--device cpu --models lenet --repeats 1 --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", ["sharding.py", *flags.split()])
-    monkeypatch.setattr(sharding, "MODELS", {"lenet": ("mnist", 16, 2, "")})
+    monkeypatch.setattr(sharding, "MODELS", {"lenet": ("mnist", 16, "")})
     sharding.main()
     (ddp, fsdp), = json.loads((tmp_path / "sharding.json").read_text())["turns"]["lenet"]
     assert all(seconds > 0 and 0.1 < memory < 2 for seconds, memory in (ddp, fsdp))

@@ -80,7 +80,8 @@ class Factor:
 '''
 # The lines of the copied recipe and what they become, for any strategy ...
 REPLACED = {
-    "from common import datasets, flags, models, processes, schedule": "from common import flags, processes, schedule",
+    "from common import datasets, ": "from common import ",
+    ", models, processes": ", processes",
     "\ndef parse_args():": "from mine import Factor, Stripes, net\n\n\ndef parse_args():",
     'dataset="mnist"': 'dataset="mine"',
     "    flags.add_data(parser)\n": "",
