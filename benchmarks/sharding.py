@@ -4,7 +4,7 @@
 
 The two take turns. The time is the median of ten steps of a trace (--profile). The memory is the largest resident size
 of rank 1, which does not save, with Python and its libraries (about 0.5 GiB). Weights, gradients and momentum take 12
-bytes per weight with DDP, and half of that with FSDP; activations and what the libraries keep are the same.
+bytes per weight with DDP, and half of that with FSDP. But on a CPU glibc keeps what FSDP frees: docs/strategies.md.
 """
 
 import gzip
