@@ -12,7 +12,7 @@ import pytest
 from launch import ENVIRONMENT, MARK, need
 from recipes import DATASETS, ROOT
 
-# Of a test that starts MPI with srun: once in 200 times MPI_Init crashes on busy cores (docs/clusters.md)
+# Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
 
 
