@@ -22,19 +22,19 @@ from PIL import Image
 from tqdm import tqdm
 
 from cifar10 import cifar
+from common import hooks
 
 TORCHRUN = "torchrun --standalone --nproc-per-node={processes} {folder}"
-HOOKS = "bf16", "fp16", "powersgd"
 STARTS = {
     "single.py": "python {folder}/single.py",
     "ddp_launch.py": f"{TORCHRUN}/ddp_launch.py",
     "hvd.py": "horovodrun -np {processes} python {folder}/hvd.py",
-    **{f"ddp_launch.py, {hook}": f"{TORCHRUN}/ddp_launch.py --comm-hook {hook}" for hook in HOOKS},
+    **{f"ddp_launch.py, {hook}": f"{TORCHRUN}/ddp_launch.py --comm-hook {hook}" for hook in hooks.HOOKS[1:]},
     "ddp_amp.py, bf16": f"{TORCHRUN}/ddp_amp.py",
     "ddp_amp.py, bf16, channels-last": f"{TORCHRUN}/ddp_amp.py --channels-last",
 }
 EACH = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4), ("hvd.py", 2), ("ddp_amp.py, bf16", 2)]
-COMPRESSED = [("ddp_launch.py", 2), *((f"ddp_launch.py, {hook}", 2) for hook in HOOKS)]
+COMPRESSED = [("ddp_launch.py", 2), *((f"ddp_launch.py, {hook}", 2) for hook in hooks.HOOKS[1:])]
 PUBLISHED = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 # name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0: the cores, shared out)
 TRAININGS = {

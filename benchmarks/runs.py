@@ -120,6 +120,11 @@ def measure(setting: dict, threads: int, options: str = "", profile: bool = Fals
             "global_batch": setting["batch"] * results[0]["world_size"]}
 
 
+def events_of(trace: Path) -> list[dict]:
+    """The events with a duration (name, ts, dur in microseconds) of a trace that --profile wrote."""
+    return [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+
+
 def parts(trace: Path) -> dict[str, float]:
     """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a CPU.
 
@@ -127,8 +132,7 @@ def parts(trace: Path) -> dict[str, float]:
     of backward. communication: what backward does not hide, from its last operation to the optimizer's own step.
     other: the rest, such as metrics and the ranks' agreement to stop. (On a GPU these would be host times.)
     """
-    events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-              if event.get("ph") == "X"]
+    events = events_of(trace)
 
     def within(name, start, end):
         """The (start, end) of the events that have this prefix and start in this interval."""

@@ -7,8 +7,6 @@ of rank 1, which does not save, with Python and its libraries (about 0.5 GiB). W
 bytes per weight with DDP, and half of that with FSDP. But on a CPU glibc keeps what FSDP frees: docs/strategies.md.
 """
 
-import gzip
-import json
 import re
 import statistics
 import tempfile
@@ -36,8 +34,8 @@ def measure(arguments, model, strategy):
             largest = max(largest, *map(largest_size, psutil.Process(process.pid).children()), 0)
             time.sleep(0.5)
         runs.finish(process)
-        events = json.loads(gzip.decompress(next(Path(folder, "log").glob("trace*")).read_bytes()))["traceEvents"]
-    steps = [event["dur"] for event in events if event["name"].startswith("ProfilerStep#") and event["ph"] == "X"]
+        events = runs.events_of(next(Path(folder, "log").glob("trace*")))
+    steps = [event["dur"] for event in events if event["name"].startswith("ProfilerStep#")]
     return statistics.median(steps[:10]) / 1e6, largest / 2**20
 
 

@@ -122,7 +122,7 @@ def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Mo
         model.to(memory_format=torch.channels_last)
         model.register_forward_pre_hook(lambda _, images: images[0].contiguous(memory_format=torch.channels_last))
     if getattr(args, "comm_hook", "") == "powersgd" and (args.compile or getattr(args, "amp_dtype", "") == "fp16"):
-        fail("--comm-hook powersgd: leave out --compile, and use --amp-dtype bf16")  # it keeps errors, and overflows
+        fail("--comm-hook powersgd: leave out --compile, and use --amp-dtype bf16")  # it would keep fp16's overflows
     if args.compile:
         if not shutil.which(os.environ.get("CXX", "g++")):
             fail("--compile needs a C++ compiler: apt-get install g++, or set CXX")

@@ -32,8 +32,8 @@ def parse_args():
     flags.add_training(parser, lrs={"convnet": 0.02, "lenet": 0.02}, epochs=5, batch_size=64)
     flags.add_sgd(parser, weight_decay=0)
     parser.add_argument("--amp-dtype", choices=AMP_DTYPES, default="bf16", help="the 16-bit type")  # amp: fp16 or bf16
-    parser.add_argument("--comm-hook", choices=hooks.HOOKS, default="none", help="compress gradients")  # dist: optional
-    parser.add_argument("--powersgd-rank", type=flags.COUNT, default=2, metavar="COLUMNS")  # dist: of its matrices
+    parser.add_argument("--comm-hook", choices=hooks.HOOKS, default="none", help="compression")  # dist: for slow links
+    parser.add_argument("--powersgd-rank", type=flags.COUNT, default=2, metavar="COLUMNS")  # dist: fewer send less
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 

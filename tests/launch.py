@@ -131,14 +131,14 @@ class Job:
         self.signal(signal.SIGKILL)  # first the launcher and its process group: ranks end with their launcher
         self.signal(signal.SIGKILL, everyone=True)
 
-    def finish(self, timeout=150):
-        """Wait for the end, check that nothing is left 15 s later, and return the exit status."""
+    def finish(self, timeout=150, grace=10):
+        """Wait for the end, check that nothing is left `grace` seconds later, and return the exit status."""
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL, everyone=True)
             pytest.fail(f"{self.command} still ran after {timeout} s:\n{self.output()}")
-        end = time.monotonic() + 15  # on busy cores Horovod's helpers wait 5 s twice before they end a rank
+        end = time.monotonic() + grace
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         left = self.alive()

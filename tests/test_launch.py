@@ -211,7 +211,8 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
 def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.process.send_signal(number)  # to it alone
-    assert job.finish(timeout=30) != 0
+    # on busy cores Horovod's helpers wait 5 s twice before they end a rank
+    assert job.finish(timeout=30, grace=15 if launcher == "hvd_gloo" else 10) != 0
 
 
 def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
