@@ -72,7 +72,7 @@ def join_torch(pick_device):
     device = pick_device(local_rank, local_world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(device_id=device)
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     return Group(dist.get_backend(), device, local_rank, local_world_size, dist.get_rank(), dist.get_world_size(),
                  dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
@@ -80,6 +80,7 @@ def join_torch(pick_device):
 def join_horovod(pick_device):
     import horovod.torch as hvd  # built by scripts/install_horovod.sh
 
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # as hvd.py does
     hvd.init()
     device = pick_device(hvd.local_rank(), hvd.local_size())
     if device.type == "cuda":
@@ -148,7 +149,7 @@ def main():
 
     def pick_device(local_rank, local_world_size):
         enough = torch.cuda.device_count() >= local_world_size
-        return torch.device("cuda", local_rank) if enough else torch.device("cpu", 0)
+        return torch.device("cuda", local_rank) if enough else torch.device("cpu")
 
     group = join(pick_device)
     if group.world_size == 1:

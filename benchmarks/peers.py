@@ -49,6 +49,11 @@ PEERS = {
         "horovodrun -np 2 python {example} --data-dir ../data --epochs {epochs}",
         "mnist/hvd.py", "horovodrun -np 2 python {recipe} --lr 0.01 --momentum 0.5 -b 64 --epochs {epochs}",
         {MODEL: "Net()"}),
+    "horovod/examples, MNIST, two processes, with mpi_yield_when_idle, which our recipe sets": (
+        "horovod/examples/pytorch/pytorch_mnist.py",
+        "env OMPI_MCA_mpi_yield_when_idle=1 horovodrun -np 2 python {example} --data-dir ../data --epochs {epochs}",
+        "mnist/hvd.py", "horovodrun -np 2 python {recipe} --lr 0.01 --momentum 0.5 -b 64 --epochs {epochs}",
+        {MODEL: "Net()"}),
     "pytorch/examples, ImageNet's script on generated JPEGs, ResNet-18, one process": (
         "examples/imagenet/main.py", "python {example} -a resnet18 -b 32 -j 1 -p 1 --epochs {epochs} ../tree",
         "imagenet/single.py", "python {recipe} -a resnet18 --lr 0.1 --label-smoothing 0 -b 32 -j 1 --epochs {epochs} "

@@ -62,14 +62,10 @@ def available() -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of what a benchmark starts: this Python, `threads` threads per process, MPI also as root.
-
-    MPI as the README says for a machine without GPUs: a process that waits frees its core.
-    """
+    """The environment of what a benchmark starts: this Python, `threads` threads per process, MPI also as root."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            **({} if torch.cuda.is_available() else {"OMPI_MCA_mpi_yield_when_idle": "1"})}
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def start(line: str, threads: int, stdout=None) -> subprocess.Popen:

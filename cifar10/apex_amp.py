@@ -85,7 +85,7 @@ def main():
         processes.fail("Apex needs a GPU, and torch sees none: use ddp_amp.py")  # amp: Apex refuses CPU tensors
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
@@ -115,5 +115,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the model (it is in a reference cycle), or Gloo's threads live on and can abort
+    gc.collect()  # dist: frees the model (in a cycle in torch 2.11), or Gloo's threads live on and can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -7,7 +7,6 @@ Read it beside ddp_launch.py.
 """
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 
@@ -31,8 +30,7 @@ def parse_args():
     flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
     flags.add_sgd(parser, weight_decay=5e-4)
     parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: of gathered weights
-    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, dest="reshard", default=True,
-                        help="gather weights again for backward")  # fsdp: less memory, but one more all-gather
+    parser.add_argument("--no-reshard-after-forward", action="store_false", dest="reshard")  # fsdp: one all-gather less
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
@@ -83,7 +81,7 @@ def main():
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
@@ -119,5 +117,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the model (it is in a reference cycle), or Gloo's threads live on and can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

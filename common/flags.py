@@ -107,7 +107,7 @@ def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.d
     count = torch.accelerator.device_count() if name == found else 0
     if name != "cpu" and count < local_world_size:
         fail(f"torch sees {count} {name} devices for {local_world_size} processes: start fewer, or use --device cpu")
-    return torch.device(name, local_rank if name != "cpu" else 0)
+    return torch.device(name, local_rank) if name != "cpu" else torch.device("cpu")
 
 
 def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Module:

@@ -91,7 +91,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
     processes.share_cores(args.gpus)  # dist: else each process starts a thread per core
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group(device_id=device)  # dist: it picks NCCL or Gloo by the device; else NCCL guesses the GPU
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
     schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
     batch_size = args.batch_size * args.accumulate  # per step
     train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
@@ -121,7 +121,7 @@ def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its
             run.log()
             run.save()
     del model  # dist: free the DDP wrapper before the group, or Gloo's threads live on and can abort ...
-    gc.collect()  # dist: ... (it is in a reference cycle)
+    gc.collect()  # dist: ... (in a cycle in torch 2.11)
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it
 
 

@@ -8,6 +8,7 @@
 HOROVOD_TIMELINE=/tmp/timeline.json records the phases of each tensor's all-reduce, for chrome://tracing or Perfetto.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import horovod.torch as hvd  # built by scripts/install_horovod.sh
 import torch
 import torch.nn.functional as F
 
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # dist: a rank that waits for MPI frees its core
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import datasets, flags, models, processes, schedule
 from common.data import DataObject, EpochSampler

@@ -24,7 +24,6 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0             # when NCCL uses the wrong one
 # export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI uses the wrong one, it hangs at the start
-[ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || export OMPI_MCA_mpi_yield_when_idle=1  # on CPUs: a waiting rank frees its core
 # --bind-to none: else all threads of a process share one core. odls_base_sigkill_timeout: after TERM each process has
 # 5 s to save, and not 1; mpirun waits that long for each. The other flags are from Horovod's docs
 launch=(mpirun --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib -mca odls_base_sigkill_timeout 5)

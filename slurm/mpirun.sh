@@ -25,8 +25,7 @@ for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTE
     handed_on+=(-x "$name")
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
-# mpi_yield_when_idle: a process that waits frees its core. Otherwise it polls, and another process waits for the core.
 # odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
-exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib -mca mpi_yield_when_idle 1 \
+exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib \
     -mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

@@ -26,8 +26,8 @@ from recipes import ROOT
 
 HOROVOD = "Horovod: scripts/install_horovod.sh"
 MARK = "RECIPE_TEST"  # in the environment of all that a test starts, to find what it leaves behind
-ENVIRONMENT = {  # for what a test starts: MPI may run as root, and frees its core while it waits; the same Python
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1",
+ENVIRONMENT = {  # for what a test starts: MPI may run as root; the same Python
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 

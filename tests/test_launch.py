@@ -137,19 +137,27 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path):
         assert f"'{package}'" not in there
 
 
+def printed(expression):
+    """Code that prints a line in one write: torchrun starts `python -u`, and two ranks' print() could mix."""
+    return f"import os; os.write(1, ({expression} + '\\n').encode())"
+
+
+THREADS = "'threads ' + ' '.join(open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task'))"
+POLICIES = "'policies ' + str({os.sched_getscheduler(int(thread)) for thread in os.listdir('/proc/self/task')})"
+
+
 def test_gloo_threads(tmp_path):
     """They end before Python does, as one that drops a tensor late can abort the process: pytorch issue 190489.
 
     All threads have SCHED_BATCH (docs/cpu.md).
     """
     last = "    dist.destroy_process_group()"
-    names = "print('threads', [open(path).read() for path in __import__('glob').glob('/proc/self/task/*/comm')])"
-    policies = "import os; print('policies', {os.sched_getscheduler(int(t)) for t in os.listdir('/proc/self/task')})"
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, f"    {names}\n    {policies}\n{last}")
-    path = copy / "ddp_launch.py"
-    path.write_text(f"{path.read_text()}    {names}\n")
-    output = run(f"torchrun --standalone --nproc-per-node=2 {copy}/ddp_launch.py --dry-run --synthetic --device cpu",
-                 cwd=tmp_path)
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last,
+                        f"    {printed(THREADS)}\n    {printed(POLICIES)}\n{last}")
+    path = copy / "ddp_launch.py"  # at the end: Linux lists a thread that has just been joined a moment longer
+    path.write_text(f"{path.read_text()}    __import__('time').sleep(0.1)\n    {printed(THREADS)}\n")
+    output = run("chrt --other 0 torchrun --standalone --nproc-per-node=2 "  # chrt: tests in this process change it
+                 f"{copy}/ddp_launch.py --dry-run --synthetic --device cpu", cwd=tmp_path)
     assert ["gloo" in line for line in output.splitlines() if line.startswith("threads")].count(True) == 2
     assert output.count("threads") == 4
     assert output.count(f"policies {{{os.SCHED_BATCH}}}") == 2
