@@ -51,8 +51,9 @@ def test_pin(launcher, tmp_path):
     """Each of two processes has half of the cores, and a thread for each."""
     if not launcher.startswith("torchrun"):
         need_horovod("gloo" if "gloo" in launcher else "mpi")
-    (tmp_path / "show.py").write_text(
-        "import os; print('cores', *os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])")
+    (tmp_path / "show.py").write_text(  # in one write: torchrun starts `python -u`, and two ranks' print() could mix
+        "import os; cores = ' '.join(map(str, os.sched_getaffinity(0)))\n"
+        "os.write(1, f\"cores {cores} {os.environ['OMP_NUM_THREADS']}\\n\".encode())\n")
     shown = run(f"{launcher} {ROOT}/scripts/pin.sh show.py", tmp_path)
     shares = [list(map(int, numbers.split())) for numbers in re.findall(r"cores ([\d ]+)", shown)]
     assert len(shares) == 2
