@@ -142,7 +142,7 @@ def printed(expression):
     return f"import os; os.write(1, ({expression} + '\\n').encode())"
 
 
-THREADS = "'threads ' + ' '.join(open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task'))"
+THREADS = "'threads ' + str([open(f'/proc/self/task/{task}/comm').read() for task in os.listdir('/proc/self/task')])"
 POLICIES = "'policies ' + str({os.sched_getscheduler(int(thread)) for thread in os.listdir('/proc/self/task')})"
 
 
