@@ -12,6 +12,9 @@
 #   - the headers of torch 2.15 need C++20 (those of 2.11 accept it), and Horovod sets 14;
 #   - g++ 13 misses an include of <string>, and g++ 14 refuses to assign to a const member (Horovod's issue 3957);
 #   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, even to build without NCCL.
+#
+# One more thing is changed: a rank that waits for the others polls, and so takes the core of one that computes. Changed,
+# it sleeps 50 us between two looks, after the first millisecond (docs/cpu.md).
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
@@ -45,6 +48,10 @@ patch_line horovod/torch/CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STAND
 patch_line horovod/common/group_table.h '#include <queue>' '#include <queue>\n#include <string>'
 patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'pointer const data_;' 'pointer data_;'
 patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'const size_type count_;' 'size_type count_;'
+patch_line horovod/torch/mpi_ops_v2.cc 'void WaitAndClear(int handle) {' \
+    '&\n  auto patience = std::chrono::steady_clock::now() + std::chrono::milliseconds(1);'
+patch_line horovod/torch/mpi_ops_v2.cc 'std::this_thread::yield();' \
+    'if (std::chrono::steady_clock::now() < patience) &\n      else std::this_thread::sleep_for(std::chrono::microseconds(50));'
 
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1

@@ -178,6 +178,26 @@ def test_horovod_timeline(tmp_path):
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
+WAITING = """
+import time, horovod.torch as hvd, torch
+hvd.init()
+hvd.allreduce(torch.ones(1))
+if hvd.rank() == 1:
+    time.sleep(2)
+began = time.thread_time()
+hvd.allreduce(torch.ones(1))
+if hvd.rank() == 0:
+    print(time.thread_time() - began)
+"""
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
+    """One of the lines that scripts/install_horovod.sh changes: Horovod would poll for these two seconds."""
+    need_horovod("gloo")
+    (tmp_path / "waiting.py").write_text(WAITING)
+    assert float(run("horovodrun --gloo -np 2 python waiting.py", cwd=tmp_path)) < 0.5
+
+
 def start_long_run(launcher, cwd):
     """A run of many epochs that is in its second one."""
     if launcher.startswith("hvd"):
@@ -215,7 +235,7 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
 
 
 @pytest.mark.parametrize(("launcher", "number"), [*((launcher, signal.SIGKILL) for launcher in strategies(2, "")),
-                                                  ("ddp_launch", signal.SIGTERM)])
+                                                  ("ddp_launch", signal.SIGTERM), ("ddp_spawn", signal.SIGINT)])
 def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.process.send_signal(number)  # to it alone
