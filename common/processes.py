@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 
 RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # torchrun, horovodrun, mpirun, srun
 stop_requested = threading.Event()  # set by SIGTERM or SIGUSR1, which schedulers and launchers send to stop a job
-sigterms = []  # when each SIGTERM came
 
 
 def fail(message: str, status: int = 2):
@@ -34,18 +33,9 @@ def install_signal_handlers() -> None:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # it is ignored under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would wait for the current collective
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, request_stop)
+        signal.signal(number, lambda *_: stop_requested.set())
         signal.siginterrupt(number, False)  # restart interrupted system calls: libraries may not expect the signal
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
-
-
-def request_stop(number, _) -> None:
-    """Stop after this step. A second SIGTERM ends the process, but not within 2 s: launchers repeat the first."""
-    stop_requested.set()
-    if number == signal.SIGTERM:
-        sigterms.append(time.monotonic())
-        if sigterms[-1] > sigterms[0] + 2:
-            os._exit(128 + number)
 
 
 def die_with_parent(*_) -> None:
@@ -68,8 +58,8 @@ def arm_watchdog(run) -> None:
 
 def write_collectives(run) -> None:
     """Write the collectives that DDP made last (torch's flight recorder), for torchfrtrace; Gloo's pg_config is bad."""
-    backend = "gloo" if run.device.type == "cpu" else "nccl"
-    trace = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(backend=backend))
+    recorder = torch._C._distributed_c10d
+    trace = pickle.loads((recorder._dump_fr_trace if run.device.type == "cpu" else recorder._dump_nccl_trace)())
     trace["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(run.world_size)])}}
     with open(os.path.join(run.args.log_dir or ".", f"collectives-{run.rank}"), "wb") as file:
         pickle.dump(trace, file)
@@ -102,6 +92,7 @@ def join(context: mp.ProcessContext) -> None:
         while not context.join():
             pass
     except KeyboardInterrupt:
+        pass_on(signal.SIGINT, None)  # a terminal has told the ranks; `kill -INT PID` has not
         sys.exit(130)
     except mp.ProcessExitedException as error:  # it has printed why, unless a signal killed it
         sys.exit(error.exit_code) if error.exit_code > 0 else fail(str(error), status=1)
