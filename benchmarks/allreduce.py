@@ -13,7 +13,6 @@ depend on p (see https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANC
 once per cycle (HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time waiting for that.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -154,8 +153,7 @@ def main():
     group = join(pick_device)
     if group.world_size == 1:
         fail(f"one process has nothing to reduce: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
-    as_a_recipe = argparse.Namespace(channels_last=False, compile=False)
-    flags.to_device(torch.nn.Module(), as_a_recipe, group.device)  # sets SCHED_BATCH, for Gloo's threads
+    flags.tune_cpu(group.device)  # as a recipe does
     hosts = sorted(set(group.gather_text(socket.gethostname())))
     device = f"{group.device.type} ({machine.hardware(group.device)})"
     result = {"backend": group.backend, "processes": group.world_size, "hosts": len(hosts), "sizes": [],

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: DDP imports it; after init_process_group its defaults would keep the group alive
+import torch.distributed.nn  # dist: now; imported after init_process_group, its default arguments hold the group
 import torch.nn.functional as F
 from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
 

@@ -49,7 +49,7 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:
+        if run.save_due:  # epoch's end, --checkpoint-every, or a signal
             sharded.save(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
         if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break

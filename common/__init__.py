@@ -1,1 +1,1 @@
-"""What all recipes share; nothing in it is about distribution."""
+"""What the recipes share, without collective calls but for those of sharded.py and hooks.py."""

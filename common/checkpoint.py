@@ -88,7 +88,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
     try:
         there = saved["arguments"] | {"format": saved["format"]}
         for flag in MUST_MATCH[:1] if only_model else MUST_MATCH:
-            if str(there.get(flag)) != str(own.get(flag)):
+            if there.get(flag) != own.get(flag):
                 raise ValueError(f"it was saved with {flag} {there.get(flag)}, and this run has {own.get(flag)}")
         if "shards" in saved and "sharded_checkpoint" not in own:
             raise ValueError("its tensors are in shards: use imagenet/fsdp.py, or scripts/unshard.py")

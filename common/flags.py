@@ -110,14 +110,19 @@ def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.d
     return torch.device(name, local_rank) if name != "cpu" else torch.device("cpu")
 
 
+def tune_cpu(device: torch.device) -> None:
+    """On a CPU: let glibc keep freed memory, and no thread that wakes up interrupt another (docs/cpu.md)."""
+    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # page faults in each step would fetch it again
+        for thread in os.listdir("/proc/self/task"):
+            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))
+
+
 def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Module:
     """Move `model` to `device`, and set what makes it fast there: --channels-last, --compile, cuDNN's search, TF32."""
     torch.backends.cudnn.benchmark = True  # tries the algorithms for each convolution once, and keeps the fastest
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # high: TF32, as in convolutions
-    if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
-        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # keep freed memory: page faults in each step would fetch it again
-        for thread in os.listdir("/proc/self/task"):  # SCHED_BATCH: a thread that wakes up interrupts no other;
-            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))  # ... Gloo's would poll: docs/cpu.md
+    tune_cpu(device)
     if args.channels_last:
         model.to(memory_format=torch.channels_last)
         model.register_forward_pre_hook(lambda _, images: images[0].contiguous(memory_format=torch.channels_last))
@@ -126,6 +131,7 @@ def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Mo
     if args.compile:
         if not shutil.which(os.environ.get("CXX", "g++")):
             fail("--compile needs a C++ compiler: apt-get install g++, or set CXX")
-        small = sum(p.numel() for p in model.parameters()) < 2e7  # a GPU would wait for Python: CUDA graphs
+        # With a small model the GPU would wait for Python: CUDA graphs, which overwrite gradients that accumulate
+        small = sum(p.numel() for p in model.parameters()) < 2e7 and getattr(args, "accumulate", 1) == 1
         model.compile(mode="reduce-overhead" if small else "default")  # in place: a checkpoint keeps its names
     return model.to(device)

@@ -65,7 +65,8 @@ class Output:
                 folder.mkdir(parents=True, exist_ok=True)
             self._write_results()
         except OSError as error:
-            fail(f"cannot write to {error.filename} ({error.strerror}): choose another --log-dir or --checkpoint-dir")
+            fail(f"cannot write to {error.filename or self.log_dir} ({error.strerror}): choose another --log-dir or "
+                 "--checkpoint-dir")
 
     def log(self, last: dict) -> None:
         """Print and write the results of the epoch `last` of the history."""

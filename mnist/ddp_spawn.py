@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: DDP imports it; after init_process_group its defaults would keep the group alive
+import torch.distributed.nn  # dist: now; imported after init_process_group, its default arguments hold the group
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port

@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0,1 python mnist/dp.py
 
 --batch-size is the whole batch, split over the GPUs. DataParallel copies the model to every GPU in every step, and one
-Python process drives them all; PyTorch's documentation recommends DistributedDataParallel: ddp_spawn.py.
+Python process drives them all; PyTorch's documentation recommends DistributedDataParallel: ddp_launch.py.
 """
 
 import sys
@@ -76,6 +76,8 @@ def main():
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []  # dist: all take part
+    if args.compile and len(gpus) > 1:  # dist: a copy on another GPU would call the first one's compiled model
+        processes.fail("--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0")
     state = {"model": model, "optimizer": optimizer}
     run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
     run.resume()  # only with --resume; a folder that holds another run is refused

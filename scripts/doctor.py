@@ -214,6 +214,7 @@ def main():
 
     say()
     group = allreduce.join(functools.partial(flags.pick_device, args))
+    flags.tune_cpu(group.device)  # as a recipe does
     if hasattr(args, "global_batch_size"):
         schedule.divide_batch(args, group.world_size)
     stop_if(faults_of_launch(group))

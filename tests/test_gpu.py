@@ -202,6 +202,14 @@ def test_too_few_gpus(tmp_path):
     assert "torch sees 1 cuda devices for 2 processes" in printed
 
 
+@pytest.mark.parametrize(("gpus", "status"), [(1, 0), (2, 2)])
+def test_data_parallel_does_not_compile(gpus, status, tmp_path):
+    """DataParallel's copy of a compiled model would compute with the weights of the first GPU."""
+    printed, _ = pretended(ROOT / "mnist" / "dp.py", "--synthetic 320 --dry-run --compile", tmp_path, gpus, status,
+                           TORCHDYNAMO_DISABLE="1")
+    assert ("--compile does not work on several GPUs" in printed) == bool(status)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["single.py", "dp.py", "ddp_spawn.py", "ddp_launch.py", "fsdp.py", "hvd.py"])
 def test_a_real_gpu(name, on_the_cpu, tmp_path):
