@@ -174,7 +174,8 @@ def port(name, to):
     everywhere, _, clipping = page.partition("## Clipping gradients")
     clipping = blocks(clipping, "diff")
     only_amp = clipping[len(CLIPPING):] if name == "ddp_amp.py" else []
-    for block in [*blocks(everywhere, "diff"), clipping[CLIPPING.index(name)], *only_amp]:
+    own = "ddp_launch.py" if name == "fsdp.py" else name
+    for block in [*blocks(everywhere, "diff"), clipping[CLIPPING.index(own)], *only_amp]:
         lines = block.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
         found = re.findall(re.escape(old).replace(r"\.\.\.", ".*"), text)  # ... stands for the rest of a line
@@ -185,7 +186,7 @@ def port(name, to):
     shutil.copytree(ROOT / "common", to / "common", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-@pytest.mark.parametrize("name", CLIPPING)
+@pytest.mark.parametrize("name", [*CLIPPING, "fsdp.py"])
 def test_your_own(name, tmp_path):
     """It learns, and a run resumed within an epoch ends with exactly the weights of one that was never stopped."""
     port(name, tmp_path)

@@ -58,9 +58,9 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
     samples = 0 if (strategy, fault) == ("ddp_launch", "hangs") else 1280  # the watchdog also sees the first step
     line = f"        if run.rank == 1 and (run.epoch, run.samples) == (1, {samples}):\n            {FAULTS[fault]}\n"
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
-    # Eight seconds, as the import of TensorBoard at the end of the first epoch can take several
-    output = fails(f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log --timeout 8", tmp_path,
-                   ForkedJob if fault == "hangs" else Job)
+    # Eight seconds only where it runs out: rank 0 imports TensorBoard after the first epoch, while the others wait
+    output = fails(f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log "
+                   f"--timeout {8 if fault == 'hangs' else 60}", tmp_path, ForkedJob if fault == "hangs" else Job)
     assert "epoch 1/3" in output
     assert "epoch 2/3" not in output
     assert good(tmp_path / "log")["epoch"] == 1
@@ -73,7 +73,7 @@ def test_a_rank_skips_a_collective(tmp_path):
     """The watchdog ends both ranks; torchfrtrace names the one for which the other waited."""
     line = "        if run.rank == 1 and run.steps == 15:\n            __import__('time').sleep(1000)\n"
     copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, STEP + line)
-    command = f"{strategies(2, copy)['ddp_launch']} {SHORT} --log-dir log --timeout 10"
+    command = f"{strategies(2, copy)['ddp_launch']} {SHORT} --log-dir log --timeout 30"
     fails(f"TORCH_FR_BUFFER_SIZE=2000 {command}", tmp_path)
     output = run("torchfrtrace --prefix collectives- log", cwd=tmp_path)
     assert output.count("Not all ranks joining collective") == output.count("missing ranks: {1}") == 1, output
@@ -126,7 +126,7 @@ def test_disk_full_for_results(tmp_path):
 
 def test_folder_becomes_read_only(tmp_path):
     recipe = f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir log --checkpoint-dir disk"
-    remount = "while ! [ -e disk/previous.pt ]; do sleep 0.05; done; mount -o remount,ro disk"
+    remount = "until [ -e disk/previous.pt ] && mount -o remount,ro disk; do sleep 0.05; done"  # not with a file open
     output = fails(on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk"), tmp_path)
     assert output.count("Read-only file system") == 1
     assert "Traceback" not in output
@@ -196,16 +196,19 @@ def test_tiny_shared_memory(tree, tmp_path):
 
 def test_stack_dump(tmp_path):
     """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and training goes on."""
-    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 20", cwd=tmp_path)
-    job.wait_for("epoch 1/20")
+    job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 2000", cwd=tmp_path)
+    job.wait_for("epoch 1/2000")
     processes = [process for process, words in job.command_lines()
                  if re.search("ddp_spawn|spawn_main", " ".join(words))]
     assert len(processes) == 3, "two ranks, and the one that started them"
     for process in processes:
         process.send_signal(signal.SIGUSR2)
-    assert job.finish() == 0, job.output()
+    job.wait_for("ddp_spawn.py")
+    epochs = job.output().count("epoch ")
+    job.wait_for(f"epoch {epochs + 2}/2000")
+    job.signal(signal.SIGINT)
+    job.finish()
     assert job.output().count("Current thread") >= 2, job.output()
-    assert "ddp_spawn.py\", line" in job.output()
 
 
 def test_ranks_end_when_one_is_killed(tmp_path):
