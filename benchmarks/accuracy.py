@@ -46,7 +46,7 @@ TRAININGS = {
     # the default is 30 epochs; one takes 4 min and a half on two cores with AVX512-BF16
     "cifar10-resnet18": ("cifar10", "resnet18", 18, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
     "imagenet-convnet": ("imagenet", "convnet", 5, 1, [("single.py", 1), ("ddp_launch.py", 2)], 0),
-    # as in the table that this project began with, see model.py: a process has one GPU there, and one thread here
+    # as in the published table of model.py: a process has one GPU there, and one thread here
     "mnist-32-epochs": ("mnist", "convnet", 32, 1, PUBLISHED, 1),
     "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, PUBLISHED, 1),
 }
@@ -148,8 +148,11 @@ def markdown(results):
                      for p, seconds in published.items()]
         share = f"{threads} thread per process" if threads else "all cores"
         share += ", gradients compressed" * (starts == COMPRESSED)
-        lines += [f"## {folder}, {net}, {epochs} epochs, {share}", "", runs.table(columns, rows), "",
-                  *below, f"{runs.heading(result)} {result.get('note', '')}".rstrip(), ""]
+        title = f"{folder}, {net}, {epochs} epochs, {share}"
+        if folder == "imagenet":
+            title = f"CIFAR-10's images as JPEG files, with the recipes of {title}"
+        lines += [f"## {title}", "", runs.table(columns, rows), "", *below,
+                  f"{runs.heading(result)} {result.get('note', '')}".rstrip(), ""]
     return "\n".join([*lines, "![Validation accuracy over epochs](accuracy.svg)"])
 
 

@@ -23,6 +23,10 @@ allreduce() {  # name, and what starts the processes
 {
     echo "# All-reduce"
     echo
+    echo "time: the median of nine repetitions of up to 20 calls in a row, on the slowest rank. spread: (longest -"
+    echo "shortest) / median. algorithm bandwidth: bytes / time. bus bandwidth: what a ring sends over each link, which is"
+    echo "2 (p - 1)/p times that with p processes."
+    echo
     allreduce gloo-2 torchrun --standalone --nproc-per-node=2
     allreduce gloo-4 torchrun --standalone --nproc-per-node=4
     if python -c "import horovod.torch" 2> /dev/null; then

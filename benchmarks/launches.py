@@ -54,7 +54,7 @@ def main():
     rows = [[name, launches, f"{between:.0f}", at] for name, (launches, between, at) in result["counts"].items()]
     runs.save(arguments, "launches", result, "\n".join([
         "# Launches and waits per training step, on a pretended GPU", "", runs.heading(result), "", runs.table(
-            ["recipe", "launches per step", "waits per step", f"waits per log interval ({INTERVAL} steps)"], rows)]))
+            ["recipe", "launches in a step", "waits in a step", f"in a step that logs (each {INTERVAL}th)"], rows)]))
 
 
 if __name__ == "__main__":

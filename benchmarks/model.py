@@ -29,8 +29,8 @@ from common.processes import fail
 
 MIB = 2**20
 BUCKETS = MIB, 25 * MIB  # the first of DDP's buckets, and all others (torch.nn.parallel.DistributedDataParallel)
-# The table that this project began with: {GPUs: seconds for 32 epochs}, from 1 to 32 GPUs. CIFAR-10 is fastest on 8,
-# MNIST on 32. Model, batch and network are unknown; the model and batch here are our recipes' defaults.
+# A published table, {GPUs: seconds for 32 epochs}, from 1 to 32 GPUs. CIFAR-10 is fastest on 8, MNIST on 32. Model,
+# batch and network are unknown; the model and batch here are our recipes' defaults.
 PUBLISHED = {"cifar10": {1: 522.3, 8: 73.5}, "mnist": {1: 499.8, 32: 55.7}}
 EPOCHS, IMAGES, BATCH = 32, {"cifar10": 50_000, "mnist": 60_000}, {"cifar10": 128, "mnist": 64}
 PER_MACHINE = 8
@@ -178,6 +178,7 @@ def markdown(scaling, fits, works, cores):
     lines = ["# A model of the all-reduce, and what it predicts", "",
              "`python benchmarks/model.py`, from the results of allreduce.py ([allreduce.md](allreduce.md)) and of "
              + runs.heading(scaling), "",
+             "alpha: the latency of a message. 1/beta: the bandwidth. See [allreduce.md](../../docs/allreduce.md).", "",
              "## alpha and beta of this machine", "", runs.table(
                  ["backend", "processes", "alpha (us)", "1/beta (GB/s)"],
                  [[backend, p, f"{alpha * 1e6:,.0f}", f"{1e-9 / beta:.2f}" if beta else "-"]
@@ -189,7 +190,9 @@ def markdown(scaling, fits, works, cores):
                  [[work["dataset"], work["model"], p, f"{predict(work, p, fits, cores) * 1e3:,.1f}",
                    f"{seconds * 1e3:,.1f}", f"{predict(work, p, fits, cores) / seconds:.2f}"]
                   for work in works for p, seconds in work["measured"].items()], left=2), "",
-             "## Weak-scaling efficiency with a core per process and this machine's alpha and beta", ""]
+             "## Weak-scaling efficiency with a core per process and this machine's alpha and beta", "",
+             "Weak scaling: the batch per process stays the same. Efficiency: one step of one process by one of p.",
+             ""]
     alpha, beta = fits["gloo", 2]
     sizes = [2, 8, 32, 128, 1024]
     table = []
@@ -224,7 +227,7 @@ def published_lines():
         "best 55.7 s, on 32. Its hardware, models and batch are unknown. With those of our recipes (ConvNet, batch 64;",
         f"ResNet-18, batch 128), {PER_MACHINE} GPUs in a machine, alpha = {alpha * 1e6:,.0f} us (from MNIST on 32) and",
         f"a network of {1e-9 / beta:.2f} GB/s (the fastest for which CIFAR-10 is no quicker on 32 than on 8) the model",
-        "gives, in s (in brackets: the published times):", "",
+        "gives, in s (in brackets: the published times, to which alpha and the bandwidths are fitted):", "",
         runs.table(["data set", *(f"{p} GPU{'s' * (p > 1)}" for p in gpus)],
                    [[dataset, *(cell(dataset, p) for p in gpus)] for dataset in PUBLISHED]), "",
         f"On one GPU a step takes {' and '.join(steps.values())}. On p GPUs an epoch has p times fewer steps, so",

@@ -181,7 +181,9 @@ def markdown(result):
     return "\n".join(["# The cost model on slow links", "", runs.heading(result), "", runs.table(
         ["link", "strategy", "data set", "processes", "alpha (us)", "1/beta (GB/s)", "alone (ms)", "predicted (ms)",
          "measured (ms)", "predicted / measured"], rows, left=3), "",
-        "mnist: ConvNet, 64 images per process. cifar10: ResNet-18, 32. See `python benchmarks/network.py --help`."])
+        "mnist: ConvNet, 64 images per process. cifar10: ResNet-18, 32. Two network namespaces are the machines. alpha",
+        "and 1/beta: latency and bandwidth, see [allreduce.md](../../docs/allreduce.md). alone: a step of as many",
+        "processes that do not communicate. See `python benchmarks/network.py --help`."])
 
 
 def main():

@@ -21,20 +21,21 @@ def read(name):
 
 
 def accuracy_lines(results):
-    rows, sources = [], {}
+    rows, sources = [], {}  # sources: where figures are from, and which
     for name, (folder, net, epochs, _, starts, _) in accuracy.TRAININGS.items():
         if starts == accuracy.EACH and name in results:
             cells = [statistics.mean(accuracy.reached(results[name], *start)) for start in starts]
             rows.append([folder, net, epochs, *(f"{cell:.2%}" for cell in cells)])
-            sources |= dict.fromkeys(filter(None, (source(results[name]), results[name].get("note"))))
-    others = [f"CIFAR-10's default, ResNet-18, reaches {run['epochs'][-1]['val']['accuracy']:.2%} in its "
-              f"{len(run['epochs'])} epochs ({run['recipe']}, {run['processes']} processes)."
-              for run in results.get("cifar10-resnet18", {"runs": []})["runs"]]
+            sources.setdefault(source(results[name]), []).append(f"{folder} {net}")
+    default = results.get("cifar10-resnet18", {"runs": []})
+    others = [f"ResNet-18, the default model for CIFAR-10, reaches {run['epochs'][-1]['val']['accuracy']:.2%} after "
+              f"{len(run['epochs'])} epochs (one seed; {run['recipe']}, {run['processes']} processes; commit "
+              f"{default['commit']}, {default['date']}). {default.get('note', '')}" for run in default["runs"]]
     return ["**Accuracy** on real data, with the default batch and rate of each model: mean of three seeds after the",
             "last epoch ([accuracy.md](benchmarks/results/accuracy.md) also has their spread, and the curves).",
             "", runs.table(
                 ["data set", "model", "epochs", *(f"{start} x{p}" for start, p in accuracy.EACH)], rows, left=2),
-            "", *others, *sources]
+            "", *others, *(f"{', '.join(names)}: {text}" for text, names in sources.items())]
 
 
 def peers_lines(result):
@@ -61,8 +62,8 @@ def scaling_lines(result):
     return ["**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the images/s of p processes",
             "divided by p times those of one process. 'Of the limit' divides by those of p processes that do not",
             "communicate. Both are medians of the ratios of each repetition. (!15%) marks runs that differ by more",
-            "than 10% of their median, here by 15%. With more processes than cores, some share a core",
-            "([scaling.md](benchmarks/results/scaling.md)).", "", *table,
+            "than 10% of their median, here by 15%. With more processes than cores, some share a core. 'Pinned': each",
+            "process has its own core, by `scripts/pin.sh` ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
             "", source(result), "",
             "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
 

@@ -102,7 +102,8 @@ def rows(results):
 def markdown(result, found):
     lines = ["# Scaling", "", runs.heading(result), "",
              "efficiency: images/s of p processes divided by p times those of one. of the limit: divided by those of p",
-             "independent processes side by side. " + runs.MARK, ""]
+             "independent processes side by side. weak scaling: the batch per process stays the same. pinned: each",
+             "process on its own core (scripts/pin.sh). " + runs.MARK, ""]
     for dataset in result["datasets"]:
         for mode in ("weak", "strong"):
             chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == mode]

@@ -50,7 +50,7 @@ def largest_size(process):
 
 
 def markdown(result):
-    rows = []
+    rows, batches = [], ", ".join(f"{model} {batch} {more}".strip() for model, (_, batch, more) in MODELS.items())
     for model, turns in result["turns"].items():
         for number, name in enumerate(STRATEGIES.values()):
             own = [turn[number] for turn in turns]
@@ -59,8 +59,8 @@ def markdown(result):
                          runs.marked([memory for _, memory in own], "{:.2f}"), *(f"{ratio:.2f}" for ratio in ratios)])
     return "\n".join(["# FSDP beside DDP, two processes", "", runs.heading(result), "", runs.table(
         ["model", "strategy", "ms per step", "GiB of rank 1", "ratio of time", "of memory"], rows, left=2), "",
-        "Batch per process: " + ", ".join(f"{model} {batch}" for model, (_, batch, _) in MODELS.items())
-        + f". Turns: {result['repeats']}. See `python benchmarks/sharding.py --help`. {runs.MARK}"])
+        f"Batch per process: {batches}. GiB: the largest resident size. Turns: {result['repeats']}. "
+        f"See `python benchmarks/sharding.py --help`. {runs.MARK}"])
 
 
 def main():
