@@ -6,8 +6,8 @@
 Two network namespaces are two machines, so it needs root, and Debian's iproute2. This script carries the packets from
 one to the other, late by a delay and at the rate of a link. (The kernel's netem does the same, where it is built in: tc
 qdisc add dev eth0 root netem delay 1ms rate 1gbit.) On each link allreduce.py measures alpha and beta. The predicted
-step is that of as many independent processes, plus the model's all-reduces: of DDP's buckets, or of one of Horovod's
-fusion buffers. Nothing hides behind backward, as all cores compute. Generated images.
+step is that of as many independent processes, plus the model's all-reduces (see `communication`). Nothing hides behind
+backward, as all cores compute. Generated images.
 """
 
 import contextlib
@@ -149,10 +149,16 @@ def alone(processes, dataset):
     return work["batch"] * processes / figures["images_per_sec"]
 
 
-def messages(strategy, dataset):
-    """The bytes of each all-reduce of a step."""
+def communication(strategy, processes, dataset, alpha, beta):
+    """Predicted seconds of a step's all-reduces: of DDP's buckets, or of one of Horovod's fusion buffers.
+
+    Horovod negotiates in rounds which gradients are ready. A round is half of what allreduce.py measures for a few
+    bytes; the sum itself is the other half. Gradients first wait for the end of a round: half a round on average.
+    """
     size = model.gradient_bytes(dataset, WORK[dataset]["model"])
-    return model.buckets(size) if strategy == "ddp_launch" else [size]
+    if strategy == "ddp_launch":
+        return sum(model.ring(processes, bucket, alpha, beta) for bucket in model.buckets(size))
+    return model.ring(processes, size, alpha, beta) + model.ring(processes, 0, alpha, beta) / 4
 
 
 def measure(arguments):
@@ -166,7 +172,7 @@ def measure(arguments):
                 alpha, beta = all_reduce(strategy, p, arguments.repeats)
                 for dataset in WORK:
                     step = alone(p, dataset)
-                    predicted = step + sum(model.ring(p, size, alpha, beta) for size in messages(strategy, dataset))
+                    predicted = step + communication(strategy, p, dataset, alpha, beta)
                     found.append({"link": name, "strategy": strategy, "processes": p, "dataset": dataset,
                                   "alpha": alpha, "beta": beta, "alone": step, "predicted": predicted,
                                   "measured": seconds_per_step(strategy, p, dataset)})
