@@ -192,7 +192,7 @@ if hvd.rank() == 0:
 
 
 def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
-    """One of the lines that scripts/install_horovod.sh changes: Horovod would poll for these two seconds."""
+    """scripts/install_horovod.sh changes this: with Gloo, Horovod would poll for these two seconds."""
     need_horovod("gloo")
     (tmp_path / "waiting.py").write_text(WAITING)
     assert float(run("horovodrun --gloo -np 2 python waiting.py", cwd=tmp_path)) < 0.5
