@@ -191,8 +191,8 @@ def markdown(scaling, fits, works, cores):
                    f"{seconds * 1e3:,.1f}", f"{predict(work, p, fits, cores) / seconds:.2f}"]
                   for work in works for p, seconds in work["measured"].items()], left=2), "",
              "## Weak-scaling efficiency with a core per process and this machine's alpha and beta", "",
-             "Weak scaling: the batch per process stays the same. Efficiency: one step of one process by one of p.",
-             ""]
+             "Weak scaling: the batch per process stays the same. Efficiency: the time of one process's step, divided",
+             "by that of a step of p processes.", ""]
     alpha, beta = fits["gloo", 2]
     sizes = [2, 8, 32, 128, 1024]
     table = []

@@ -111,9 +111,9 @@ def pick_device(args, local_rank: int = 0, local_world_size: int = 1) -> torch.d
 
 
 def tune_cpu(device: torch.device) -> None:
-    """On a CPU: let glibc keep freed memory, and no thread that wakes up interrupt another (docs/cpu.md)."""
+    """On a CPU: let glibc keep freed memory, and let no thread interrupt another when it wakes up (docs/cpu.md)."""
     if device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # with glibc
-        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # page faults in each step would fetch it again
+        libc.mallopt(-4, 0), libc.mallopt(-1, -1)  # else page faults fetch it again in each step
         for thread in os.listdir("/proc/self/task"):
             libc.sched_setscheduler(int(thread), os.SCHED_BATCH, bytes(4))
 
@@ -131,7 +131,7 @@ def to_device(model: torch.nn.Module, args, device: torch.device) -> torch.nn.Mo
     if args.compile:
         if not shutil.which(os.environ.get("CXX", "g++")):
             fail("--compile needs a C++ compiler: apt-get install g++, or set CXX")
-        # With a small model the GPU would wait for Python: CUDA graphs, which overwrite gradients that accumulate
+        # CUDA graphs for a small model, as a GPU would wait for Python; but they overwrite gradients that accumulate
         small = sum(p.numel() for p in model.parameters()) < 2e7 and getattr(args, "accumulate", 1) == 1
         model.compile(mode="reduce-overhead" if small else "default")  # in place: a checkpoint keeps its names
     return model.to(device)

@@ -14,8 +14,9 @@
 #   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, even to build without NCCL.
 #
 # One more thing is changed: with Gloo, a rank that waits for the others sleeps 50 us between two looks, after the first
-# millisecond. It polled, and so took the core of one that computes (docs/cpu.md). With MPI it still polls: started by
-# srun on two busy cores, four ranks that slept did not finish their first all-reduce (2 of 2 starts, 0 of 5 that poll).
+# millisecond. Unchanged, it polls, and so takes the core of one that computes (docs/cpu.md). With MPI it still polls:
+# asleep, four ranks that srun had started on two busy cores were stuck in their first all-reduce for 15 s. (With sleep
+# test_stopped_rank[srun] of tests/test_cluster_faults.py failed 3 of 3 times on busy cores, without it 0 of 5.)
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}

@@ -207,7 +207,7 @@ def test_stack_dump(tmp_path):
     epochs = job.output().count("epoch ")
     job.wait_for(f"epoch {epochs + 2}/2000")
     job.signal(signal.SIGINT)
-    job.finish()
+    assert job.finish() == 130
     assert job.output().count("Current thread") >= 2, job.output()
 
 
