@@ -64,8 +64,10 @@ ClusterName=test
 SlurmctldHost=login(10.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-# How long a job waits until it starts again; SLURM's default is two minutes
-AuthInfo=cred_expire=5
+# How long a job waits until it starts again, by default 120 s. It has to be KillWait or more (by default 30 s): when a
+# node fails, a job is queued again without waiting for that node, which kills what is left of the job after KillWait,
+# and by then that could be the job started again
+AuthInfo=cred_expire=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
