@@ -99,6 +99,8 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:
             group["lr"] *= rate["lr"] / saved["rate"]["lr"]  # else, without a schedule, it keeps the old rate
+        for w, kept in () if only_model else state["optimizer"].state.items():  # fused SGD needs NHWC for NHWC weights
+            kept |= {k: torch.empty_like(w).copy_(v) for k, v in kept.items() if getattr(v, "shape", 0) == w.shape}
         name = "position"
         return int(saved["epoch"]), int(saved["samples"]), saved["sums"], list(saved["history"])
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError, OverflowError) as error:

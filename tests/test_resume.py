@@ -147,6 +147,18 @@ def test_killed_before_the_first_checkpoint(tmp_path):
     assert checkpoint(tmp_path / "log")["epoch"] == 1
 
 
+@pytest.mark.parametrize(("first", "then"), [("--channels-last", ""), ("", "--channels-last")])
+def test_resumed_with_another_memory_format(first, then, tmp_path):
+    """Momentum is loaded in the memory format of the weights; fused SGD would update others with it."""
+    folder = in_float64(tmp_path, "mnist")
+    command = f"python {folder}/single.py --synthetic 640 --device cpu"
+    compute(f"{command} {first} --epochs 1 --log-dir first", cwd=tmp_path)
+    for flags, name in ((first, "same"), (then, "other")):
+        compute(f"{command} {flags} --epochs 2 --resume first/last.pt --log-dir {name}", cwd=tmp_path)
+    same, other = (checkpoint(tmp_path / name)["model"] for name in ("same", "other"))
+    assert 0 < largest_difference(same, other) < 1e-6
+
+
 def test_last_checkpoint_damaged(tmp_path):
     """The previous one is used, and is still there when the next one is saved."""
     command = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 3 --log-dir log"
