@@ -121,6 +121,17 @@ def test_apex(level, apex, on_the_cpu, tmp_path):
     assert final_loss(checkpoint(tmp_path / "log")) == pytest.approx(final_loss(on_the_cpu("mnist")), rel=0.01)
 
 
+def test_apex_accumulates(apex, tmp_path):
+    """The first step of a run, here of a resumed one, has all gradients: O2's fp32 weights are there before them."""
+    states = []
+    for epochs in (8, 9):  # an epoch is a step; the first few overflow, until the scale is low enough
+        pretended(ROOT / "imagenet" / "apex_amp.py", f"--synthetic 18 --epochs {epochs} --arch resnet18 --image-size "
+                  "32 -b 4 --lr 1e-3 --opt-level O2 --accumulate 2 --log-dir log --resume auto", tmp_path, PYTHONPATH=apex)
+        states.append(checkpoint(tmp_path / "log")["optimizer"]["state"])
+    before, after = states
+    assert not [key for key in before if torch.equal(before[key]["momentum_buffer"], after[key]["momentum_buffer"])]
+
+
 @pytest.mark.parametrize("dataset", DATASETS, ids=lambda folder: folder.name)
 def test_fp16(dataset, tmp_path):
     flags = f"{TRAINING} {small(dataset.name)} -b 16 --lr 0.02 --amp-dtype fp16 --log-dir log"

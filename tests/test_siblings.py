@@ -24,7 +24,8 @@ DATASET_SPECIFIC = {r"\(len\(train_set\), args\.batch_size,": "(len(train_set), 
 # What only imagenet has, for --sync-bn, --evaluate, --channels-last, --accumulate and --sharded-checkpoint: lines with
 # these words.
 IMAGENET_ONLY = (r"sync.bn|Sync.?Batch.?Norm|networks\.report|networks\.build|require_backward_grad_sync|"
-                 "set_requires_gradient_sync|enable_allreduce|backward_passes_per_step|sharded.checkpoint|run.resume")
+                 "set_requires_gradient_sync|enable_allreduce|backward_passes_per_step|sharded.checkpoint|run.resume|"
+                 r"zero_grad\(\)  # amp")
 
 
 def pairs():
