@@ -3,9 +3,9 @@
     python benchmarks/probe.py mnist/single.py --synthetic
     torchrun --nproc-per-node=1 benchmarks/probe.py mnist/ddp_launch.py --synthetic
 
-steps_per_sec leaves out the first ten steps; waits are the lines at which Python waited for the GPU, as
-torch.cuda.set_sync_debug_mode reports them, in the same steps; peak_memory is in GiB. SEARCH=0 turns off
-cudnn.benchmark, and NVIDIA_TF32_OVERRIDE=0 (NVIDIA's own variable) TF32.
+steps_per_sec leaves out the first ten steps; waits are the lines at which Python waited for the GPU in the other steps,
+as torch.cuda.set_sync_debug_mode reports them; peak_memory is in GiB. SEARCH=0 turns off cudnn.benchmark, and
+NVIDIA_TF32_OVERRIDE=0 (NVIDIA's own variable) TF32.
 """
 
 import collections
@@ -22,27 +22,43 @@ import torch.optim.optimizer as optimizer
 
 WARM = 10  # steps in which memory is allocated and models are compiled
 
-waits, times, calls = [], [], itertools.count()
+waits, since_step, times, calls = [], [], [], itertools.count()  # since_step: the waits since the last step
+
+
+def now():
+    """The time when the GPU has done what it was given so far: an event, or without a GPU seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def after_step(*_):
     if "horovod.torch" in sys.modules and next(calls) % 2:
         return  # its optimizer calls this twice in a step
-    times.append(time.perf_counter())
-    if not torch.cuda.is_available():
-        return
-    if len(times) == 1:
+    times.append(now())
+    if len(times) == 1 and torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
-        torch.backends.cudnn.benchmark = os.environ.get("SEARCH") != "0"
-    if len(times) == WARM:
-        torch.cuda.synchronize()
-        waits.clear()
-        times[-1] = time.perf_counter()
+    if len(times) > WARM:
+        waits.extend(since_step)
+    since_step.clear()
+
+
+def seconds():
+    """Between the end of step WARM and the end of the last one."""
+    if len(times) <= WARM:
+        return float("nan")
+    first, last = times[WARM - 1], times[-1]
+    if not torch.cuda.is_available():
+        return last - first
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
 
 
 def count(message, category, filename, lineno, *_):
     if "synchronizing CUDA operation" in str(message):
-        waits.append(f"{os.path.basename(filename)}:{lineno}")
+        since_step.append(f"{os.path.basename(filename)}:{lineno}")
 
 
 if __name__ == "__main__":
@@ -51,9 +67,10 @@ if __name__ == "__main__":
     warnings.simplefilter("always")
     warnings.showwarning = count
     optimizer.register_optimizer_step_post_hook(after_step)
+    if os.environ.get("SEARCH") == "0":
+        type(torch.backends.cudnn).benchmark = False  # an attribute now: what the recipe sets does not reach cuDNN
     runpy.run_path(sys.argv[0], run_name="__main__")
     if os.environ.get("RANK", "0") == "0":
-        took = times[-1] - times[WARM - 1] if len(times) > WARM else float("nan")
-        print(json.dumps({"steps": len(times), "steps_per_sec": (len(times) - WARM) / took,
+        print(json.dumps({"steps": len(times), "steps_per_sec": (len(times) - WARM) / seconds(),
                           "waits": collections.Counter(waits),
                           "peak_memory": torch.cuda.max_memory_allocated() / 2**30}))
