@@ -84,7 +84,7 @@ def main():
     device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: one device per process
     processes.share_cores(hvd.local_size())  # dist: else each process starts a thread per core
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # dist: else every rank computes on GPU 0
+        torch.accelerator.set_device_index(device.index)  # dist: else every rank opens a context on GPU 0
     if device.type != "cpu" and not hvd.nccl_built():  # dist: else it fails in the first step
         processes.fail("Horovod was built without NCCL: run scripts/install_horovod.sh again, or use --device cpu")
     averaged = hvd.local_size() if device.type != "cpu" else 1  # dist: with Adasum, NCCL averages on each machine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: now; imported after init_process_group, its default arguments hold the group
+import torch.distributed.nn  # dist: before init_process_group; imported later, it keeps the group alive
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,5 +108,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    gc.collect()  # dist: frees the model (in a cycle in torch 2.11), or Gloo's threads live on and can abort
+    gc.collect()  # dist: frees the model, in a cycle in torch 2.11; if it outlives the group, Gloo can abort
     dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: now; imported after init_process_group, its default arguments hold the group
+import torch.distributed.nn  # dist: before init_process_group; imported later, it keeps the group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
