@@ -204,7 +204,7 @@ def test_auto_when_all_are_bad(harm, folder, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_read(folder, capsys):
+def test_a_folder_that_cannot_be_read(folder):
     """last.pt exists but is not a file: that differs from having no checkpoint."""
     (folder / "last.pt").unlink()
     (folder / "last.pt").mkdir()

@@ -210,3 +210,35 @@ def test_your_own(name, tmp_path):
     assert "at epoch 2, sample 4000 " in resumed
     again = checkpoint(tmp_path / "again")
     assert all(torch.equal(weights, again["model"][key]) for key, weights in whole["model"].items())
+
+
+ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+       "MASTER_PORT": "0"}  # as torchrun for one process, without its output
+FACTOR = """
+import math
+
+class Factor:
+    def __init__(self):
+        self.shape = math.cos
+
+    def __call__(self, step):
+        return self.shape(step / 100)
+"""
+
+
+def test_schedulers_state(tmp_path):
+    """OneCycleLR counts steps and sets the rate: another batch or rate is refused, as is a state that no run reads."""
+    port("ddp_launch.py", tmp_path)
+    start = "python train.py --device cpu --epochs 1"
+    compute(f"{start} -b 500 --checkpoint-every 5 --log-dir log", tmp_path, **ONE)
+    resumed = f"{start} --resume log/previous.pt --dry-run"
+    line, = compute(f"{resumed} -b 250", tmp_path, status=2, **ONE).splitlines()
+    assert "scheduler" in line and "'global_batch': 500" in line and "'global_batch': 250" in line
+    line, = compute(f"{resumed} -b 500 --lr 0.01", tmp_path, status=2, **ONE).splitlines()
+    assert "'lr': 0.001" in line and "'lr': 0.01" in line
+    assert "resumed from" in compute(f"{resumed} -b 500", tmp_path, **ONE)
+    text = (tmp_path / "train.py").read_text().replace("import MyModel", "import Factor, MyModel")
+    (tmp_path / "mine.py").write_text(FACTOR + (tmp_path / "mine.py").read_text())
+    (tmp_path / "train.py").write_text(re.sub(r"OneCycleLR\(.*\)", "LambdaLR(optimizer, Factor())", text))
+    assert "math.cos" in compute(f"{start} -b 500 --log-dir unreadable", tmp_path, status=1, **ONE)
+    assert not (tmp_path / "unreadable" / "last.pt").exists()

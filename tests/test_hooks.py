@@ -27,7 +27,8 @@ def test_bytes_of_a_step(hook, megabytes, tmp_path):
     """Of ResNet-18; PowerSGD with rank 2."""
     folder = changed_copy(tmp_path, "cifar10/ddp_launch.py", STEP, STEP + DUMP)
     compute(f"{strategies(2, folder)['ddp_launch']} --model resnet18 --synthetic 60 -b 2 --epochs 1 --device cpu "
-            f"--log-interval 100 --comm-hook {hook} --log-dir log", cwd=tmp_path, TORCH_FR_BUFFER_SIZE="10000")
+            f"--log-interval 100 --comm-hook {hook} --log-dir log", cwd=tmp_path, TORCH_FR_BUFFER_SIZE="10000",
+            CUDA_VISIBLE_DEVICES="")
     for rank in (0, 1):
         sent = (all_reduced(tmp_path / f"13-{rank}") - all_reduced(tmp_path / f"11-{rank}")) / 2
         assert round(sent / 1e6, 1) == megabytes
@@ -36,7 +37,7 @@ def test_bytes_of_a_step(hook, megabytes, tmp_path):
 def train(hook, folder, flags):
     folder.mkdir(exist_ok=True)
     compute(f"{strategies(2, ROOT / 'mnist')['ddp_launch']} --model lenet --epochs 3 --device cpu --comm-hook {hook} "
-            f"--log-dir {hook} {flags}", cwd=folder)
+            f"--log-dir {hook} {flags}", cwd=folder, CUDA_VISIBLE_DEVICES="")
     return checkpoint(folder / hook)
 
 

@@ -171,15 +171,9 @@ class Harm:
 def test_broken_checkpoint(log, tmp_path):
     (tmp_path / "text.pt").write_text("This is not a checkpoint.")
     assert "--resume text.pt" in refused_here("mnist/single.py --synthetic 320 --resume text.pt", tmp_path)
-    last = log / "last.pt"
-    whole = last.read_bytes()
-    last.write_bytes(whole[:-1000])
+    (log / "last.pt").write_bytes((log / "last.pt").read_bytes()[:-1000])
     assert "log/last.pt" in refused_here("mnist/single.py --synthetic 320 --resume log/last.pt", tmp_path)
     assert "log/last.pt" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
-    output = compute(f"{SINGLE} --synthetic 320 --epochs 3 --log-dir log --resume auto", cwd=tmp_path)
-    assert "skipped log/last.pt: " in output
-    assert "resumed from log/previous.pt at epoch 2, sample 320" in output
-    assert (log / "last.pt.damaged").read_bytes() == whole[:-1000], "it is set aside, and not lost"
     for path in log.glob("*.pt"):
         path.write_bytes(b"")
     for folder in ("log", "log/../log"):

@@ -171,13 +171,6 @@ def test_progress_bar_on_a_terminal_only(tmp_path):
     assert "loss=" in shown
 
 
-def test_horovod_timeline(tmp_path):
-    need_horovod("gloo")
-    compute(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 512 --dry-run", cwd=tmp_path,
-            HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
-    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
-
-
 WAITING = """
 import time, horovod.torch as hvd, torch
 hvd.init()
