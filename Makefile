@@ -1,5 +1,5 @@
 # make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# all tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. Each creates .venv first.
+# most tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests

@@ -172,7 +172,7 @@ def draw(arguments, results):
 
 def parse_args():
     parser = runs.flags.Parser(__doc__)
-    parser.add_argument("--device", default="auto", help="of the recipes (default: %(default)s)")
+    runs.add_device(parser)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with MNIST and CIFAR-10")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), metavar="DIR", help="for the runs")
     parser.add_argument("--note", default="", help="about the data, for the page")
@@ -192,8 +192,9 @@ def main():
             results[name] = about | {"runs": found}
         if arguments.note:
             results[name]["note"] = arguments.note
-        results[name]["predicted"] = predict(arguments, name, results[name])
         results = {name: results[name] for name in TRAININGS if name in results}  # in their order
+        for other, result in results.items():
+            result["predicted"] = predict(arguments, other, result)
         runs.save(arguments, "accuracy", results, markdown(results))
         draw(arguments, results)
 

@@ -1,7 +1,7 @@
 """Check the cost model of model.py on slow links: the steps that it predicts, and those that the recipes take.
 
     python benchmarks/network.py
-    python benchmarks/network.py --links 1ms --processes 2 --out /tmp/network
+    python benchmarks/network.py --links "1 ms" --processes 2 --out /tmp/network
 
 Two network namespaces are two machines, so it needs root, and Debian's iproute2. This script carries the packets from
 one to the other, late by a delay and at the rate of a link. (The kernel's netem does the same, where it is built in: tc

@@ -61,9 +61,9 @@ def scaling_lines(result):
     table = lines[start:lines.index("", start)]
     return ["**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the images/s of p processes",
             "divided by p times those of one process. 'Of the limit' divides by those of p processes that do not",
-            "communicate. Both are medians of the ratios of each repetition. (!15%) marks runs that differ by more",
-            "than 10% of their median, here by 15%. With more processes than cores, some share a core. 'Pinned': each",
-            "process has its own core, by `scripts/pin.sh` ([scaling.md](benchmarks/results/scaling.md)).", "", *table,
+            "communicate. Both are medians of the ratios of each repetition. With more processes than cores, some",
+            "share a core. 'Pinned': each process has its own core, by `scripts/pin.sh`",
+            "([scaling.md](benchmarks/results/scaling.md)). " + runs.MARK, "", *table,
             "", source(result), "",
             "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
 

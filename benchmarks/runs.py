@@ -157,7 +157,7 @@ def marked(values: list[float], form: str = "{:,.0f}") -> str:
     return form.format(median) + (f" (!{spread:.0%})" if spread > WIDE else "")
 
 
-MARK = f"(!15%) marks a figure whose repetitions differ by more than {WIDE:.0%} of their median, here by 15%."
+MARK = f"(!N%): the repetitions of this figure differ by N% of their median, which is more than {WIDE:.0%}."
 
 
 def about(arguments) -> dict:
@@ -183,14 +183,19 @@ def table(names: list[str], rows: list, left: int = 1) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
+def add_device(p: flags.Parser) -> None:
+    """The flag for the device of the recipes."""
+    p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
+                   help="auto: one GPU per process, if there are several")
+
+
 def parser(doc: str, repeats: int) -> flags.Parser:
     """The flags of all these benchmarks."""
     p = flags.Parser(doc)
     p.add_argument("--repeats", type=flags.COUNT, default=repeats, metavar="N",
                    help="repetitions of each run; they alternate (default: %(default)s)")
     p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads per process, on the CPU")
-    p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
-                   help="auto: one GPU per process, if there are several")
+    add_device(p)
     p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder for the results")
     return p
 

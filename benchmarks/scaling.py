@@ -103,7 +103,8 @@ def markdown(result, found):
     lines = ["# Scaling", "", runs.heading(result), "",
              "efficiency: images/s of p processes divided by p times those of one. of the limit: divided by those of p",
              "independent processes side by side. weak scaling: the batch per process stays the same. pinned: each",
-             "process on its own core (scripts/pin.sh). " + runs.MARK, ""]
+             "process on its own core (scripts/pin.sh). Ratios are medians of those of each repetition.",
+             runs.MARK, ""]
     for dataset in result["datasets"]:
         for mode in ("weak", "strong"):
             chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == mode]

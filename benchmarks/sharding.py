@@ -59,17 +59,14 @@ def markdown(result):
                          runs.marked([memory for _, memory in own], "{:.2f}"), *(f"{ratio:.2f}" for ratio in ratios)])
     return "\n".join(["# FSDP beside DDP, two processes", "", runs.heading(result), "", runs.table(
         ["model", "strategy", "ms per step", "GiB of rank 1", "ratio of time", "of memory"], rows, left=2), "",
+        "The ratios are medians of the ratios of each turn. "
         f"Batch per process: {batches}. GiB: the largest resident size. Turns: {result['repeats']}. "
         f"See `python benchmarks/sharding.py --help`. {runs.MARK}"])
 
 
 def main():
-    parser = runs.flags.Parser(__doc__)
-    parser.add_argument("--device", default="auto", help="of the recipes (default: %(default)s)")
-    parser.add_argument("--threads", type=runs.flags.COUNT, default=1, metavar="N", help="per process, on the CPU")
-    parser.add_argument("--repeats", type=runs.flags.COUNT, default=5, metavar="N", help="turns (default: %(default)s)")
+    parser = runs.parser(__doc__, repeats=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument("--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results")
     arguments = parser.parse_args()
     turns = {model: [] for model in arguments.models}
     for model, _ in tqdm([(model, k) for k in range(arguments.repeats) for model in arguments.models], unit="turn"):

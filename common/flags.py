@@ -70,7 +70,7 @@ def parser(doc: str, dataset: str) -> Parser:
 def add_data(p: Parser) -> None:
     """The flags of the data sets of this repository."""
     add = p.add_argument_group("data").add_argument
-    add("--data-dir", default="data", metavar="DIR", help="folder of the data set, downloaded if missing" + DEFAULT)
+    add("--data-dir", default="data", metavar="DIR", help="folder of the data set" + DEFAULT)
     add("--synthetic", nargs="?", type=COUNT, const=10_000, metavar="N", help="N generated images (10000 if not given)")
 
 
