@@ -126,7 +126,8 @@ def test_apex_accumulates(apex, tmp_path):
     states = []
     for epochs in (8, 9):  # an epoch is a step; the first few overflow, until the scale is low enough
         pretended(ROOT / "imagenet" / "apex_amp.py", f"--synthetic 18 --epochs {epochs} --arch resnet18 --image-size "
-                  "32 -b 4 --lr 1e-3 --opt-level O2 --accumulate 2 --log-dir log --resume auto", tmp_path, PYTHONPATH=apex)
+                  "32 -b 4 --lr 1e-3 --opt-level O2 --accumulate 2 --log-dir log --resume auto", tmp_path,
+                  PYTHONPATH=apex)
         states.append(checkpoint(tmp_path / "log")["optimizer"]["state"])
     before, after = states
     assert not [key for key in before if torch.equal(before[key]["momentum_buffer"], after[key]["momentum_buffer"])]
