@@ -47,6 +47,7 @@ patch_line() {  # FILE OLD NEW: replace OLD by NEW, and stop if OLD is not there
 patch_line setup.py RelWithDebInfo Release  # debugging symbols take a third of the time
 patch_line CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
 patch_line horovod/torch/CMakeLists.txt 'CMAKE_CXX_STANDARD 14' 'CMAKE_CXX_STANDARD 20'
+patch_line horovod/common/ops/cuda/CMakeLists.txt 'CMAKE_CUDA_STANDARD 11' 'CMAKE_CUDA_STANDARD 17'  # for g++ 14
 patch_line horovod/common/group_table.h '#include <queue>' '#include <queue>\n#include <string>'
 patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'pointer const data_;' 'pointer data_;'
 patch_line third_party/flatbuffers/include/flatbuffers/stl_emulation.h 'const size_type count_;' 'size_type count_;'
@@ -77,7 +78,7 @@ if [ "${HOROVOD_GPU_OPERATIONS-$found}" = NCCL ]; then
     fi
     export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED
     # torch, CMake and Horovod each look for the toolkit in a place of their own, and an nvcc on the PATH can mislead them
-    export CUDA_HOME CUDAToolkit_ROOT=$CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME
+    export CUDA_HOME CUDAToolkit_ROOT=$CUDA_HOME HOROVOD_CUDA_HOME=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH
 else
     unset HOROVOD_GPU_OPERATIONS
     patch_line cmake/Modules/FindPytorch.cmake 'print(True if ((torch.version.cuda .*)' 'print(False)'

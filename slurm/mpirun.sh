@@ -5,7 +5,8 @@
 #     slurm/mpirun.sh HOSTFILE cifar10/hvd.py --epochs 10
 #     slurm/mpirun.sh HOSTFILE cifar10/ddp_launch.py --epochs 10
 #
-# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4. The first has rank 0.
+# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4. The first has rank 0:
+# start it there, or on a host that is not in HOSTFILE.
 # Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
 [ -r "${1:-}" ] || { echo "mpirun.sh: give a file with a line for each host: node1 slots=4" >&2; exit 2; }
@@ -21,11 +22,12 @@ if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each 
     start=(bash -c "export ${who//$'\n'/ }; exec \"\$@\"" bash "${start[@]}")
 fi
 handed_on=()  # -x passes a variable to the other hosts; mpirun warns if it is not set
-for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_.*|(NCCL|HOROVOD|GLOO|TORCH)_.*)$'); do
+for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_.*|RDMAV_.*|(NCCL|HOROVOD|GLOO|TORCH|UCX)_.*)$'); do
     handed_on+=(-x "$name")
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
 # odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1.
+# The path of mpirun: with it, the other hosts find orted, also one that a module provides.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
-exec mpirun --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib \
+exec "$(command -v mpirun)" --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib \
     -mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

@@ -4,7 +4,7 @@
 #     #SBATCH --requeue --signal=B:USR1@60
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
-# SLURM sends USR1 to the batch script 60 to 90 seconds before the time limit. This script passes it on to the command;
+# SLURM sends USR1 to the batch script 60 to 120 seconds before the time limit. This script passes it on to the command;
 # all ranks stop together within --log-interval steps, rank 0 saves, and the run ends with status 0. Then the job is
 # queued again with the same job ID, and continues from the checkpoint, unless it has already been restarted
 # MAX_REQUEUES (10) times, for whatever reason.
@@ -14,11 +14,15 @@ set -euo pipefail
 
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
+[[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # of the job in which sbatch was called; srun fails
 "$@" &
 command=$!
 warned=
 trap 'trap "" USR1; warned=yes; kill -USR1 $command 2> /dev/null || true' USR1  # ignore further ones
-trap 'kill $command 2> /dev/null || true' TERM  # the end of the GraceTime, or somebody by hand
+# The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a
+# second one, as SLURM also sends TERM to mpirun itself.
+trap 'kill -USR1 $command 2> /dev/null || true' TERM
+trap 'kill -USR2 $command 2> /dev/null || true' USR2  # scancel --batch --signal=USR2: the stacks of mpirun's ranks
 while kill -0 $command 2> /dev/null; do
     wait $command || true  # a signal interrupts it
 done

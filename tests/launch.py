@@ -21,7 +21,6 @@ from unittest import mock
 
 import psutil
 import pytest
-import runs
 import torch
 from recipes import ROOT
 
@@ -60,9 +59,18 @@ def free_port():
 
 
 def strategies(processes, folder):
-    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many processes."""
-    return {name: runs.command(name, processes, folder)
-            for name in ("ddp_spawn", "ddp_launch", "fsdp", "hvd_gloo", "hvd_mpi")}
+    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many processes.
+
+    (benchmarks/runs.py has the same, but imports common/, and forked.py forks from a process that has imported this
+    file: a script that a test has copied would get the repository's common/ and not its own.)
+    """
+    return {
+        "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
+        "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
+        "fsdp": f"torchrun --standalone --nproc-per-node={processes} {folder}/fsdp.py",
+        "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
+        "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
+    }
 
 
 class Job:
