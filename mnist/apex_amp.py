@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 mnist/apex_amp.py --opt-level O2
 
 Read it beside ddp_launch.py. Apex 25.05 is the last tag with amp and parallel; ddp_amp.py does the same with torch
-alone. With O2 and O3 a resumed run continues from weights that were rounded to fp16.
+alone. With O2 and O3 a resumed run continues from weights and momentum that were rounded to fp16.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def main():
     train_set, val_set = datasets.mnist(args)
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
-    if device.type == "cpu":
-        processes.fail("Apex needs a GPU, and torch sees none: use ddp_amp.py")  # amp: Apex refuses CPU tensors
+    if device.type == "cpu" or args.channels_last:  # amp: Apex's DDP would mix up gradients of NHWC weights
+        processes.fail("Apex needs a GPU, and to be without --channels-last: use ddp_amp.py")
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
@@ -96,7 +96,8 @@ def main():
     lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
     optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
-    state = {"model": model, "optimizer": optimizer, "amp": amp}  # amp: so that a resumed run keeps the scale
+    state = {"model": model, "optimizer": optimizer}
+    state |= {"amp": amp} if args.opt_level in ("O1", "O2") else {}  # amp: a resumed run keeps their loss scale
     strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision
     run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused

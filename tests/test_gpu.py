@@ -116,7 +116,14 @@ def test_apex(level, apex, on_the_cpu, tmp_path):
     pretended(recipe, f"{flags} --checkpoint-every 4", tmp_path, status=9, KILLED_AFTER="10", PYTHONPATH=apex)
     printed, _ = pretended(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
     assert f"Apex {level}" in printed
+    assert ("amp" in checkpoint(tmp_path / "log")) == (level != "O3")  # whose scale of 1 would spoil another level's
     assert final_loss(checkpoint(tmp_path / "log")) == pytest.approx(final_loss(on_the_cpu("mnist")), rel=0.01)
+
+
+def test_apex_without_channels_last(apex, tmp_path):
+    printed, _ = pretended(ROOT / "mnist" / "apex_amp.py", "--synthetic 384 --channels-last", tmp_path, status=2,
+                           PYTHONPATH=apex)
+    assert "without --channels-last" in printed
 
 
 def test_apex_accumulates(apex, tmp_path):
