@@ -46,6 +46,7 @@ ELSEWHERE = {
     "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/test_cluster_faults.py -k test_preempted": "ten minutes",
     "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
+    "scancel --batch --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
     # tests/test_scripts.py has this
