@@ -63,7 +63,7 @@ def scaling_lines(result):
             "divided by p times those of one process. 'Of the limit' divides by those of p processes that do not",
             "communicate. Both are medians of the ratios of each repetition. With more processes than cores, some",
             "share a core. 'Pinned': each process has its own core, by `scripts/pin.sh`",
-            "([scaling.md](benchmarks/results/scaling.md)). " + runs.MARK, "", *table,
+            "([scaling.md](benchmarks/results/scaling.md)).", runs.MARK, "", *table,
             "", source(result), "",
             "![Images per second over processes, and what a step consists of](benchmarks/results/scaling.svg)"]
 

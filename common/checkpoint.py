@@ -99,7 +99,7 @@ def load(saved: dict, state: dict, args, rate: dict) -> tuple[int, int, list | N
                 part.load_state_dict(saved[name])
         for group in () if only_model else state["optimizer"].param_groups:
             group["lr"] *= rate["lr"] / saved["rate"]["lr"]  # else, without a schedule, it keeps the old rate
-        for w, kept in () if only_model else state["optimizer"].state.items():  # fused SGD needs NHWC for NHWC weights
+        for w, kept in () if only_model else state["optimizer"].state.items():  # in w's memory format, for fused SGD
             kept |= {k: torch.empty_like(w).copy_(v) for k, v in kept.items() if getattr(v, "shape", 0) == w.shape}
         name = "position"
         return int(saved["epoch"]), int(saved["samples"]), saved["sums"], list(saved["history"])

@@ -103,7 +103,7 @@ class Run:
     def _check_finite(self, loss):
         if not math.isfinite(loss):
             fail(f"the loss is not finite (epoch {self.epoch + 1}, sample {self.samples}): lower --lr, or check the "
-                 "data, and resume; if that ends so at once, resume from previous.pt or best.pt", status=1)
+                 "data, and resume; if that fails at once, too, resume from previous.pt or best.pt", status=1)
 
     def end_epoch(self, train: dict, val: dict) -> None:
         """Advance the position to the next epoch; `train` and `val` are the results of Metrics.average for this one."""

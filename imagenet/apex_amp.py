@@ -87,7 +87,7 @@ def main():
     local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
     if device.type == "cpu" or args.channels_last:  # amp: Apex's DDP would mix up gradients of NHWC weights
-        processes.fail("Apex needs a GPU, and to be without --channels-last: use ddp_amp.py")
+        processes.fail("Apex needs a GPU, and does not work with --channels-last: use ddp_amp.py")
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
@@ -106,7 +106,7 @@ def main():
     optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
     state = {"model": model, "optimizer": optimizer}
-    state |= {"amp": amp} if args.opt_level in ("O1", "O2") else {}  # amp: a resumed run keeps their loss scale
+    state |= {"amp": amp} if args.opt_level in ("O1", "O2") else {}  # amp: to resume with their loss scale
     strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision
     run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # DDP that continues while nodes fail and return. Each task of the job array is one torchrun on one node. The torchruns
-# find each other through a file, because any node may fail; runs/ has to be on a file system where flock works between
-# nodes (Lustre: mounted with flock). When one fails, the others restart from the last checkpoint
-# without it. SLURM queues its task again; when it starts, the others save, and all restart together.
+# find each other through a file in runs/, because any node may fail: flock has to work between the nodes there (Lustre:
+# mounted with flock). When a node fails, the others restart from the last checkpoint without it. SLURM queues its task
+# again; when it starts, the others save, and all restart together.
 #
 #     sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8
 #     sbatch --array=0-3 --gpus-per-node=8 slurm/ddp_elastic.sh cifar10/ddp_amp.py --epochs 10 -G 3072 --lr 2.4

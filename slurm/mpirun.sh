@@ -22,7 +22,7 @@ if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each 
     start=(bash -c "export ${who//$'\n'/ }; exec \"\$@\"" bash "${start[@]}")
 fi
 handed_on=()  # -x passes a variable to the other hosts; mpirun warns if it is not set
-for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_.*|RDMAV_.*|(NCCL|HOROVOD|GLOO|TORCH|UCX)_.*)$'); do
+for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(MASTER|NCCL|HOROVOD|GLOO|TORCH|UCX|RDMAV)_.*)$'); do
     handed_on+=(-x "$name")
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
