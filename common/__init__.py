@@ -1,1 +1,1 @@
-"""What the recipes share, without collective calls but for those of sharded.py and hooks.py."""
+"""Small tools that the recipes share. They take values, raise exceptions, and know no flags and no images."""

@@ -1,94 +1,155 @@
-"""DataObject: a dataset, the sampler that picks this rank's share of it, and the batches of that share."""
+"""The data of a run: a dataset, the sampler that picks this rank's share of it, and its batches."""
 
-import time
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from common.processes import fail
+from common.errors import InputError
 
 
-class EpochSampler:
+@dataclass
+class DataObject:
+    """A dataset, its sampler, and its loader: anything with __iter__ and __len__ that yields batches."""
+
+    dataset: Dataset
+    sampler: Iterable
+    loader: Iterable
+
+
+class EpochSampler(Sampler[int]):
     """This rank's share of a permutation of `length` samples, which is a function of seed and epoch.
 
-    The k-th batches of all ranks are together that of one process with a batch of `world_size * batch_size`. Samples
-    that do not fill a global batch are left out until the next epoch.
+    The k-th batches of all ranks are together that of one process with a batch of `global_batch`
+    samples. Samples that do not fill a global batch are left out until the next epoch.
+    Raises InputError if they fill none.
     """
 
-    def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1):
-        self.length, self.seed, self.rank, self.world_size = length, seed, rank, world_size
+    def __init__(self, length, batch_size, rank=0, world_size=1, *, seed=0, shuffle=True):
+        self.length = length
         self.global_batch = batch_size * world_size
+        self.steps_per_epoch = length // self.global_batch
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.shuffle = shuffle
         if length < self.global_batch:
-            fail(f"{length} training images do not fill one batch of {batch_size} on each of {world_size} processes")
+            raise InputError(
+                f"{length} training samples do not fill one batch of {batch_size} "
+                f"on each of {world_size} processes"
+            )
+        # In shared memory, so that loader workers, which live through all epochs, see it.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.set_epoch(0)
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch.item()
+
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Begin epoch `epoch` (from 0); a resumed run has already used `start` samples of it, over all ranks."""
-        self.epoch, self.start = epoch, start
+        """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already."""
+        self._epoch.fill_(epoch)
+        self.start = start
 
     def __len__(self) -> int:
-        return (self.length - self.start) // self.global_batch * self.global_batch // self.world_size
+        """The samples that this rank reads in the rest of the epoch."""
+        steps = (self.length - self.start) // self.global_batch
+        return steps * self.global_batch // self.world_size
 
-    def indices(self) -> torch.Tensor:
-        """int64 [len(self)]: the samples that this rank reads in this epoch, in order."""
-        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)))  # the same on each rank
-        order = torch.randperm(self.length, generator=generator)[self.start:]
-        return order[:len(self) * self.world_size][self.rank::self.world_size].contiguous()
-
-
-class ImageTensor(Dataset):
-    """uint8 `images` [N, channels, height, width], int64 `labels` [N], (means, stds) of the channels scaled to 0..1."""
-
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean_std: tuple):
-        self.images, self.labels, self.mean_std = images, labels, mean_std
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def to(self, device: torch.device) -> None:
-        self.images, self.labels = self.images.to(device), self.labels.to(device)
-
-    def batches(self, indices: torch.Tensor, batch_size: int, epoch: int):
-        """Yield the images and labels at `indices` (int64, on any device), `batch_size` at a time."""
-        for batch in indices.to(self.labels.device).split(batch_size):
-            yield self.images.index_select(0, batch), self.labels.index_select(0, batch)
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            # The same on each rank.
+            generator = torch.Generator().manual_seed(seed_of(self.seed, self.epoch))
+            order = torch.randperm(self.length, generator=generator)
+        else:
+            order = torch.arange(self.length)
+        used_by_all = len(self) * self.world_size
+        share = order[self.start :][:used_by_all][self.rank :: self.world_size]
+        return iter(share.tolist())
 
 
-class DataObject:
-    """Yields batches on `device`: float32 images [batch, channels, height, width] and int64 labels [batch].
+class TensorLoader:
+    """Batches of a dataset in memory: its tensors stay on `device` and are sliced there.
 
-    The sampler is an EpochSampler, or range(rank, N, world_size) for validation. The dataset is an ImageTensor, or any
-    Dataset of (image, label), which `workers` processes read. uint8 images are normalised with its `mean_std`.
+    `dataset` is a TensorDataset, or a Subset of one; a batch is a list of tensors, in its order.
     """
 
-    def __init__(self, dataset: Dataset, sampler: EpochSampler | range, batch_size: int, device: torch.device,
-                 workers: int = 0):
-        self.dataset, self.sampler, self.batch_size, self.device = dataset, sampler, batch_size, device
-        self.waited = 0.0  # seconds that the last pass waited for data
-        if isinstance(dataset, ImageTensor):
-            dataset.to(device)
-            self.source = dataset
-        else:
-            from common.loader import Loader  # here, as an ImageTensor does not need it
-            self.source = Loader(dataset, getattr(sampler, "seed", 0), workers, pin_memory=device.type != "cpu")
-        mean, std = torch.tensor(getattr(dataset, "mean_std", ((0.5,), (0.5,))), device=device).view(2, 1, -1, 1, 1)
-        self.scale, self.shift = 1 / (255 * std), -mean / std
+    def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):
+        everything = dataset[list(range(len(dataset)))]
+        self.tensors = [tensor.to(device) for tensor in everything]
+        self.sampler = sampler
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return -(-len(self.sampler) // self.batch_size)
+        return math.ceil(len(self.sampler) / self.batch_size)
 
-    def indices(self) -> torch.Tensor:
-        """int64 [samples]: the samples that this rank reads in the next pass, in order."""
-        share = self.sampler
-        return torch.arange(share.start, share.stop, share.step) if isinstance(share, range) else share.indices()
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        indices = torch.tensor(list(self.sampler), dtype=torch.int64)
+        if len(indices) == 0:
+            return
+        for batch in indices.to(self.tensors[0].device).split(self.batch_size):
+            yield [tensor.index_select(0, batch) for tensor in self.tensors]
 
-    def __iter__(self):
-        self.waited, asked = 0.0, time.perf_counter()
-        indices, epoch = self.indices(), getattr(self.sampler, "epoch", 0)  # a rank may have none
-        for images, labels in self.source.batches(indices, self.batch_size, epoch) if len(indices) else ():
-            images = images.to(self.device, non_blocking=True)  # before it is four bytes per pixel
-            labels = (labels if labels.is_floating_point() else labels.long()).to(self.device, non_blocking=True)
-            images = torch.addcmul(self.shift, images, self.scale) if images.dtype == torch.uint8 else images.float()
-            self.waited += time.perf_counter() - asked
-            yield images, labels
-            asked = time.perf_counter()
+
+class Seeded(Dataset):
+    """`dataset`, with what a sample draws at random set by (seed, epoch, index).
+
+    So augmentation is the same on any number of processes and loader workers, and after a resume.
+    It may draw from torch, numpy and random. `sampler` is the EpochSampler of the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: EpochSampler):
+        self.dataset = dataset
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int):
+        with random_state(seed_of(self.sampler.seed, self.sampler.epoch, index)):
+            return self.dataset[index]
+
+
+@contextmanager
+def random_state(seed: int):
+    """Seed the CPU generators of torch, numpy and random, and put their states back at the end."""
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def seed_of(*numbers: int) -> int:
+    """A 63-bit seed that is a function of `numbers`, each at least 0."""
+    (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return int(word >> np.uint64(1))
+
+
+def to_device(batch, device: torch.device):
+    """`batch` with each tensor in it on `device`: a tensor, or nested dicts, lists and tuples.
+
+    Dtypes stay as they are, and so does everything that has no `to`.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(part, device) for part in batch)
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    return batch

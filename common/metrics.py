@@ -1,36 +1,102 @@
-"""Loss and accuracy over all ranks: sums and counts, reduced once and divided once."""
+"""Metrics as named sums: added up per batch, summed over all ranks once, divided once."""
 
-import time
+import math
 
 import torch
 
-
-class Metrics:
-    """`sums` [4] of a pass: loss, correct, images, correct in the top 5; `before`: the sums before a resume."""
-
-    def __init__(self, device: torch.device, before: list[float] | None = None, top5: bool = False):
-        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-        self.sums = torch.zeros(4, dtype=wide, device=device)
-        self.loss, self.correct, self.images, self.correct5 = self.sums.unbind()  # views
-        self.before, self.top5, self.start = before or [0.0] * 4, top5, time.perf_counter()
-
-    def update(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch: its mean `loss` [], its `logits` [batch, classes] and its `labels` [batch]."""
-        self.loss.add_(loss.detach(), alpha=len(labels))
-        self.correct.add_((logits.argmax(dim=1) == labels).sum())
-        self.images.add_(len(labels))
-        if self.top5:
-            self.correct5.add_((logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)).sum())
-
-    def average(self, waited: float) -> dict:
-        """A dict: loss (nats), accuracy, top5 (0..1), images, speed; `sums` are of all ranks, `waited` in seconds."""
-        here, seconds = self.sums.tolist(), time.perf_counter() - self.start
-        loss, correct, images, correct5 = (a + b for a, b in zip(here, self.before, strict=True))
-        top5 = {"top5": correct5 / images} if self.top5 else {}
-        return {"loss": loss / images, "accuracy": correct / images, **top5, "images": int(images),
-                "seconds": seconds, "images_per_sec": here[2] / seconds, "data_wait": waited / seconds}
+from common.errors import RunError
 
 
-def format_metrics(average: dict) -> str:
-    top5 = f" top-5 {average['top5']:.2%}" if "top5" in average else ""
-    return f"loss {average['loss']:.4f} acc {average['accuracy']:.2%}{top5}"
+class Sums:
+    """Named float64 sums on `device`.
+
+    Names alone are numbers; a keyword gives a shape, as in Sums(device, "loss", confusion=(9, 9)).
+    A checkpoint holds the sums over all ranks, which a resumed run adds to its own.
+    """
+
+    def __init__(self, device: torch.device, *names: str, **shapes: tuple[int, ...]):
+        self.shapes = dict.fromkeys(names, ()) | shapes
+        self.sizes = [math.prod(shape) for shape in self.shapes.values()]
+        # Apple's GPUs have no float64.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.values = torch.zeros(sum(self.sizes), dtype=wide, device=device)
+        self.parts = self._split(self.values)
+        self.reset()
+
+    def _split(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of `values`, by name."""
+        parts = zip(self.shapes.items(), values.split(self.sizes), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
+
+    def reset(self) -> None:
+        """Begin again at 0."""
+        self.values.zero_()
+        self.before = torch.zeros(len(self.values), dtype=torch.float64)
+        self.known = self.before
+
+    def add(self, **amounts: torch.Tensor | float) -> None:
+        """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
+        for name, amount in amounts.items():
+            self.parts[name].add_(amount)
+
+    def total(self, all_reduce=None, stop: bool = False) -> dict:
+        """{name: sum over all ranks}, a float or a tensor on the CPU, since the last reset.
+
+        `all_reduce` adds up a tensor over all ranks in place; all of them make this call.
+        "stop" is the number of ranks that called it with `stop`.
+        """
+        values = torch.cat((self.values, self.values.new_full((1,), float(stop))))
+        if all_reduce:
+            all_reduce(values)
+        # The only line at which Python waits for the GPU.
+        values = values.cpu().double()
+        self.known = self.before + values[:-1]
+        total = {
+            name: part.clone() if part.dim() else part.item()
+            for name, part in self._split(self.known).items()
+        }
+        return total | {"stop": int(values[-1])}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The sums at the last call of total(), over all ranks."""
+        return {name: part.clone() for name, part in self._split(self.known).items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.reset()
+        for name, part in self._split(self.before).items():
+            part.copy_(state[name])
+
+
+class Best:
+    """The best value of a run so far: the highest, or with lowest=True the lowest."""
+
+    def __init__(self, lowest: bool = False):
+        self.lowest = lowest
+        self.value = None
+
+    def update(self, value: float) -> bool:
+        """Keep `value` if it is the best; return whether it is."""
+        if self.value is None:
+            better = True
+        elif self.lowest:
+            better = value < self.value
+        else:
+            better = value > self.value
+        if better:
+            self.value = value
+        return better
+
+    def state_dict(self) -> dict:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
+
+
+def require_finite(loss: float) -> None:
+    """Raise RunError if `loss` is infinite or not a number."""
+    if not math.isfinite(loss):
+        raise RunError(
+            "the loss is not finite: lower --lr, or check the data, and go on with --resume auto; "
+            "if that fails at once, too, go on from previous.pt or best.pt in a new --log-dir"
+        )

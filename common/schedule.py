@@ -1,27 +1,69 @@
-"""The learning rate: how it scales with the number of processes, and how it changes during the run."""
+"""The batch and the learning rate: how they depend on the processes, and on the position."""
 
 import math
 
-from common.processes import fail
+from common.data import EpochSampler
+from common.errors import InputError
 
 
-def divide_batch(args, world_size: int = 1) -> None:
-    """Set args.batch_size, the images of one process and pass, if --global-batch-size is given."""
-    if args.global_batch_size:
-        parts = world_size * getattr(args, "accumulate", 1)
-        if args.global_batch_size % parts:
-            fail(f"--global-batch-size {args.global_batch_size}: take a multiple of {parts} (processes x --accumulate)")
-        args.batch_size = args.global_batch_size // parts
+def per_process(batch_size: int, global_batch_size: int | None, parts: int = 1) -> int:
+    """The samples of one process and pass: `batch_size`, or a share of `global_batch_size`.
+
+    `parts` is the number of processes times the accumulated passes of a step.
+    Raises InputError if they cannot share it equally.
+    """
+    if global_batch_size is None:
+        return batch_size
+    if global_batch_size % parts:
+        raise InputError(
+            f"--global-batch-size {global_batch_size}: take a multiple of {parts} "
+            "(processes x --accumulate)"
+        )
+    return global_batch_size // parts
 
 
-def lr_factor(args, world_size: int) -> float:
-    """The factor for --lr with `world_size` times the batch (Goyal et al. 2017, arXiv:1706.02677)."""
-    return 1 if args.global_batch_size else {"linear": world_size, "sqrt": world_size**0.5, "none": 1}[args.scale_lr]
+def lr_factor(rule: str, processes: int, global_batch_size: int | None = None) -> float:
+    """The factor for the rate of one process, as the batch is `processes` times larger.
+
+    `rule` is linear, sqrt or none (Goyal et al. 2017, arXiv:1706.02677). It is 1 if the rate is
+    for `global_batch_size`.
+    """
+    if global_batch_size is not None:
+        return 1
+    return {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}[rule]
 
 
-def warmup_cosine(args, lr: float, epochs_done: float) -> float:
-    """The rate after `epochs_done` (float) epochs: linear from --lr to `lr`, then half a cosine to 0 at --epochs."""
-    if epochs_done < args.warmup_epochs:
-        return args.lr + (lr - args.lr) * epochs_done / args.warmup_epochs
-    share = (epochs_done - args.warmup_epochs) / max(1e-9, args.epochs - args.warmup_epochs)
-    return 0.5 * lr * (1 + math.cos(math.pi * min(1, share)))
+def epochs_of(epochs: int, max_steps: int | None, sampler: EpochSampler) -> float:
+    """The length of the run in epochs: `epochs`, or that of `max_steps` steps."""
+    if max_steps is None:
+        return epochs
+    whole, rest = divmod(max_steps, sampler.steps_per_epoch)
+    return whole + rest * sampler.global_batch / sampler.length
+
+
+class WarmupCosine:
+    """Multiplies the rate of each parameter group of `optimizer` by a factor between 0 and 1.
+
+    The factor rises linearly from `start` to 1 in `warmup_epochs`, then falls along half a cosine
+    to 0 at `epochs`.
+    """
+
+    def __init__(self, optimizer, epochs: float, warmup_epochs: float, start: float = 1):
+        self.optimizer = optimizer
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.epochs = epochs
+        self.warmup_epochs = warmup_epochs
+        self.start = start
+
+    def factor(self, done: float) -> float:
+        """The factor after `done` epochs."""
+        if done < self.warmup_epochs:
+            return self.start + (1 - self.start) * done / self.warmup_epochs
+        share = (done - self.warmup_epochs) / max(1e-9, self.epochs - self.warmup_epochs)
+        return 0.5 * (1 + math.cos(math.pi * min(1, share)))
+
+    def set(self, done: float) -> None:
+        """Set the rates for the step after `done` epochs."""
+        factor = self.factor(done)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor

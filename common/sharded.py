@@ -4,7 +4,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-FUSED, FOREACH = {"fused": True, "foreach": None}, {"fused": None, "foreach": True}  # of SGD; fused, it takes no shards
+FUSED, FOREACH = (
+    {"fused": True, "foreach": None},
+    {"fused": None, "foreach": True},
+)  # of SGD; fused, it takes no shards
 
 
 def blocks(module):
@@ -12,7 +15,9 @@ def blocks(module):
     for child in module.children():
         if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
             yield from blocks(child)
-        elif list(child.parameters()) and not isinstance(child, nn.modules.batchnorm._BatchNorm):  # it stays fp32
+        elif list(child.parameters()) and not isinstance(
+            child, nn.modules.batchnorm._BatchNorm
+        ):  # it stays fp32
             yield child
 
 
@@ -36,6 +41,7 @@ def leaves(tree, change, path=()):
 
 def save(run):
     """Gather on rank 0 the state of an unsharded model and optimizer, and save it there; all ranks call this."""
+
     def whole(_, leaf):
         if not isinstance(leaf, DTensor):
             return leaf
@@ -69,11 +75,15 @@ def set_up(model, optimizer, load=lambda saved, own: saved):
         like = own.get(path[0])
         if like is None or isinstance(leaf, DTensor) or getattr(leaf, "shape", None) != like.shape:
             return leaf
-        return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)  # all ranks have read it
+        return distribute_tensor(
+            leaf, like.device_mesh, like.placements, src_data_rank=None
+        )  # all ranks have read it
 
     def of_optimizer(_, saved):
         groups = [group | FOREACH for group in saved["param_groups"]]
         return {"state": leaves(load(saved["state"], own), share), "param_groups": groups}
 
-    model.register_load_state_dict_pre_hook(lambda _, saved, *__: saved.update(leaves(load(saved, own), share)))
+    model.register_load_state_dict_pre_hook(
+        lambda _, saved, *__: saved.update(leaves(load(saved, own), share))
+    )
     optimizer.register_load_state_dict_pre_hook(of_optimizer)

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # dist: before init_process_group; imported later, it keeps the group alive
 import torch.nn.functional as F
-from apex import amp, parallel  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
+from apex import (
+    amp,
+    parallel,
+)  # NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 from common import datasets, flags, models, processes, schedule
@@ -30,19 +33,29 @@ def parse_args():
     flags.add_data(parser)
     flags.add_training(parser, lrs={"convnet": 0.02, "lenet": 0.02}, epochs=5, batch_size=64)
     flags.add_sgd(parser, weight_decay=0)
-    parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1",
-                        help="O0 fp32, O1 mixed, O2 fp16 with fp32 master weights, O3 fp16")  # amp: how much is fp16
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
+    parser.add_argument(
+        "--opt-level",
+        choices=("O0", "O1", "O2", "O3"),
+        default="O1",
+        help="O0 fp32, O1 mixed, O2 fp16 with fp32 master weights, O3 fp16",
+    )  # amp: how much is fp16
+    parser.add_argument(
+        "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # dist: torch.distributed.launch passes it
     return parser.parse_args()
 
 
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
+    metrics = Metrics(
+        run.device, before=run.sums
+    )  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
         for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
+            group["lr"] = schedule.warmup_cosine(
+                run.args, lr, run.epoch + run.samples / len(train.dataset)
+            )
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
@@ -51,9 +64,13 @@ def train_one_epoch(model, train, optimizer, lr, run):
         optimizer.step()
         metrics.update(loss, logits, labels)
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
+        if (
+            run.save_due and dist.get_rank() == 0
+        ):  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if (
+            run.stopping
+        ):  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
     return metrics.average(train.waited)
@@ -63,7 +80,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
 def evaluate(model, val, run):
     """Return loss and accuracy over the whole validation set, each image once."""
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
+        dist.broadcast(
+            buffer, src=0
+        )  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
     model.eval()
     metrics = Metrics(run.device)
     for images, labels in run.progress(val):
@@ -78,36 +97,64 @@ def main():
     processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
     processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
     train_set, val_set = datasets.mnist(args)
-    local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
+    local_rank, local_world_size = (
+        processes.torchrun_env()
+    )  # dist: torchrun sets both, for each machine
     device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
-    if device.type == "cpu" or args.channels_last:  # amp: Apex's DDP would mix up gradients of NHWC weights
+    if (
+        device.type == "cpu" or args.channels_last
+    ):  # amp: Apex's DDP would mix up gradients of NHWC weights
         processes.fail("Apex needs a GPU, and does not work with --channels-last: use ddp_amp.py")
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
+        torch.accelerator.set_device_index(
+            device.index
+        )  # dist: first, or every rank opens a context on GPU 0
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else None, device_id=device.index
+    )  # dist: NCCL for CUDA
     rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
     schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
-    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # dist: its own share
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
+    train_sampler = EpochSampler(
+        len(train_set), args.batch_size, args.seed, rank, world_size
+    )  # dist: its own share
+    val_sampler = range(
+        rank, len(val_set), world_size
+    )  # dist: each image once; DistributedSampler repeats some
     train = DataObject(train_set, train_sampler, args.batch_size, device)
     val = DataObject(val_set, val_sampler, args.test_batch_size, device)
     torch.manual_seed(args.seed)
     model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
-    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)  # amp: before DDP
+    lr = args.lr * schedule.lr_factor(
+        args, world_size
+    )  # dist: the global batch is world_size times larger
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
+    )
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=args.opt_level, verbosity=0
+    )  # amp: before DDP
     state = {"model": model, "optimizer": optimizer}
-    state |= {"amp": amp} if args.opt_level in ("O1", "O2") else {}  # amp: to resume with their loss scale
+    state |= (
+        {"amp": amp} if args.opt_level in ("O1", "O2") else {}
+    )  # amp: to resume with their loss scale
     strategy = f"Apex {args.opt_level}, torchrun"  # amp: the level sets the precision
-    run = Run(args, strategy, device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
+    run = Run(
+        args, strategy, device, state, lr, rank, world_size, dist.all_reduce
+    )  # dist: to stop together
     run.resume()  # only with --resume; a folder that holds another run is refused
-    model = parallel.DistributedDataParallel(model)  # amp: Apex's own DDP, which handles its fp16 gradients
+    model = parallel.DistributedDataParallel(
+        model
+    )  # amp: Apex's own DDP, which handles its fp16 gradients
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
+        train.sampler.set_epoch(
+            epoch, run.samples
+        )  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
             break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: unwrapped, as shares may differ in size
+        run.end_epoch(
+            train_metrics, evaluate(model.module, val, run)
+        )  # dist: unwrapped, as shares may differ in size
         if rank == 0:  # dist: only rank 0 writes
             run.log()
             run.save()

@@ -32,10 +32,14 @@ def parse_args():
 def train_one_epoch(model, train, optimizer, lr, run):
     """Take one step per batch; return the loss and accuracy seen during training."""
     model.train()
-    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
+    metrics = Metrics(
+        run.device, before=run.sums
+    )  # before: the sums of a resumed epoch, over all ranks
     for images, labels in run.progress(train):
         for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
+            group["lr"] = schedule.warmup_cosine(
+                run.args, lr, run.epoch + run.samples / len(train.dataset)
+            )
         optimizer.zero_grad()
         logits = model(images)
         loss = F.cross_entropy(logits, labels)
@@ -45,7 +49,9 @@ def train_one_epoch(model, train, optimizer, lr, run):
         run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
         if run.save_due:  # epoch's end, --checkpoint-every, or a signal
             run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
+        if (
+            run.stopping
+        ):  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
             break
     return metrics.average(train.waited)
 
@@ -74,17 +80,31 @@ def main():
     torch.manual_seed(args.seed)
     model = flags.to_device(models.MODELS[args.model](channels=1, size=28), args, device)
     lr = args.lr
-    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []  # dist: all take part
-    if args.compile and len(gpus) > 1:  # dist: a copy on another GPU would call the first one's compiled model
-        processes.fail("--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0")
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
+    )
+    gpus = (
+        list(range(torch.accelerator.device_count())) if device.type != "cpu" else []
+    )  # dist: all take part
+    if (
+        args.compile and len(gpus) > 1
+    ):  # dist: a copy on another GPU would call the first one's compiled model
+        processes.fail(
+            "--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0"
+        )
     state = {"model": model, "optimizer": optimizer}
-    run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
+    run = Run(
+        args, f"DataParallel, {len(gpus)} GPUs", device, state, lr
+    )  # dist: one process, so one rank
     run.resume()  # only with --resume; a folder that holds another run is refused
     if gpus:
-        model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
+        model = nn.DataParallel(
+            model, gpus
+        )  # dist: splits each batch; checkpoints keep the bare model from above
     for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
+        train.sampler.set_epoch(
+            epoch, run.samples
+        )  # a new order each epoch; a resumed epoch continues
         train_metrics = train_one_epoch(model, train, optimizer, lr, run)
         if run.stopping:
             break  # it is saved: --resume continues within this epoch

@@ -1,0 +1,101 @@
+"""The device of a process, and what makes it fast."""
+
+import ctypes
+import os
+import shutil
+
+import torch
+
+from common.errors import InputError
+
+
+def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """The device for process `local_rank` of `local_world_size` on this machine.
+
+    `name` is a type, such as cuda or cpu, one device, such as cuda:1, or auto.
+    Raises InputError if there are fewer devices than processes.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator else "cpu"
+    try:
+        device = torch.device(found if name == "auto" else name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count() if device.type == found else 0
+    if device.index is None:
+        wanted = local_world_size
+        device = torch.device(device.type, local_rank)
+    elif local_world_size > 1:
+        raise InputError(f"--device {name}: give a type, as each process has a device of its own")
+    else:
+        wanted = device.index + 1
+    if count < wanted:
+        raise InputError(
+            f"torch sees {count} {device.type} devices, and {wanted} are needed: "
+            "start fewer processes, or use --device cpu"
+        )
+    return device
+
+
+def describe(device: torch.device) -> str:
+    """Its type and name, for people."""
+    name = (
+        f"{os.cpu_count()} cores" if device.type != "cuda" else torch.cuda.get_device_name(device)
+    )
+    return f"{device.type} ({name})"
+
+
+def tune(device: torch.device) -> None:
+    """Let convolutions and matrix products be fast: cuDNN's search, TF32; on a CPU, see tune_cpu."""
+    # Tries the algorithms for each convolution once, and keeps the fastest.
+    torch.backends.cudnn.benchmark = True
+    if device.type == "cuda":
+        # TF32, as in convolutions.
+        torch.set_float32_matmul_precision("high")
+    if device.type == "cpu":
+        tune_cpu()
+
+
+def tune_cpu() -> None:
+    """Let glibc keep freed memory, and let no thread interrupt another that wakes it (docs/cpu.md)."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        # It is not glibc.
+        return
+    M_TRIM_THRESHOLD = -1
+    M_MMAP_MAX = -4
+    # Else page faults fetch the memory again in each step.
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+    no_priority = bytes(4)
+    for thread in os.listdir("/proc/self/task"):
+        libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)
+
+
+def use_channels_last(model: torch.nn.Module) -> None:
+    """Keep weights and images (each input [N, C, H, W]) in NHWC, which tensor cores are made for."""
+
+    def convert(_, inputs):
+        return tuple(
+            value.contiguous(memory_format=torch.channels_last)
+            if isinstance(value, torch.Tensor) and value.dim() == 4
+            else value
+            for value in inputs
+        )
+
+    model.to(memory_format=torch.channels_last)
+    model.register_forward_pre_hook(convert)
+
+
+def compile_model(model: torch.nn.Module, cuda_graphs: bool = True) -> None:
+    """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError.
+
+    A small model uses CUDA graphs, as a GPU would wait for Python. They overwrite gradients that
+    accumulate over several passes: then set `cuda_graphs` to False.
+    """
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
+    small = sum(weight.numel() for weight in model.parameters()) < 20_000_000
+    model.compile(mode="reduce-overhead" if small and cuda_graphs else "default")

@@ -1,0 +1,13 @@
+"""The two errors that a recipe reports in one line, without a traceback (launch.one_line_errors)."""
+
+
+class InputError(ValueError):
+    """What the user gave does not fit: a flag, a file, a launcher. The message says what to do."""
+
+    status = 2
+
+
+class RunError(RuntimeError):
+    """The run cannot go on: the disk is full, the loss is not finite. The message says what to do."""
+
+    status = 1

@@ -1,0 +1,197 @@
+"""What rank 0 prints and writes: a progress bar or lines, results.jsonl, TensorBoard events."""
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common.errors import InputError
+from common.position import Position
+
+
+class Log:
+    """The log of a run, in `folder` (None: it only prints).
+
+    Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
+    under the same names. `unit` is what a sample is called. In training it logs every `seconds`.
+    On ranks other than 0 it is `quiet`, and does nothing.
+    """
+
+    def __init__(
+        self, folder: Path | None, unit: str = "samples", seconds: float = 10, quiet: bool = False
+    ):
+        self.folder = folder
+        self.quiet = quiet
+        self.unit = unit
+        self.seconds = seconds
+        self.writer = None
+        self.warned = False
+
+    def start(self, position: Position, config: dict, lines: list[str]) -> None:
+        """Print `lines`, and begin results.jsonl with `config`, the flags of the run.
+
+        A resumed run goes on behind the lines up to its position. Raises InputError if the folder
+        cannot be written.
+        """
+        if self.quiet:
+            return
+        if self.folder is not None:
+            self._begin_results(position, config)
+            lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
+        print("\n".join(lines), flush=True)
+
+    def _begin_results(self, position, config):
+        event = {
+            "event": "start",
+            "config": config,
+            "command": sys.argv,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            keep_lines_until(self.folder / "results.jsonl", position)
+            self._append(position, event)
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {self.folder} ({error.strerror}): choose another --log-dir"
+            ) from error
+
+    def _append(self, position, content):
+        place = {"step": position.steps, "epoch": position.epoch, "samples": position.samples}
+        line = json.dumps({**place, **content}, default=str)
+        with open(self.folder / "results.jsonl", "a") as file:
+            file.write(line + "\n")
+
+    def begin(self, position: Position, steps_left: int | None, samples_per_step: int) -> None:
+        """Begin a stretch of training; `steps_left` is the rest of the run, if it is known."""
+        if self.quiet:
+            return
+        # tqdm's default is a semaphore, which a killed process leaks.
+        tqdm.set_lock(threading.RLock())
+        # Or a thread of tqdm clutters the stacks of the watchdog.
+        tqdm.monitor_interval = 0
+        total = None if steps_left is None else position.steps + steps_left
+        self.bar = tqdm(total=total, initial=position.steps, unit="step", leave=False, disable=None)
+        self.samples_per_step = samples_per_step
+        self.first_step = position.steps
+        self.began = time.perf_counter()
+        self.logged = self.began
+
+    def _seconds_and_rate(self, position):
+        seconds = time.perf_counter() - self.began
+        return seconds, (position.steps - self.first_step) * self.samples_per_step / seconds
+
+    def step(self, position: Position, figures: dict) -> None:
+        """Show the figures of training so far; every `seconds` also log them."""
+        if self.quiet:
+            return
+        shown = {name: f"{value:.4g}" for name, value in figures.items()}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(position.steps - self.bar.n)
+        now = time.perf_counter()
+        if now - self.logged < self.seconds:
+            return
+        self.logged = now
+        _, rate = self._seconds_and_rate(position)
+        if self.bar.disable:
+            self._print_step(position, shown, rate)
+        figures = {f"train/{name}": value for name, value in figures.items()}
+        self.write(position, "step", {**figures, f"perf/{self.unit}_per_sec": rate})
+
+    def _print_step(self, position, shown, rate):
+        steps = f"step {position.steps}"
+        left = ""
+        if self.bar.total is not None:
+            steps += f"/{self.bar.total}"
+            seconds = (self.bar.total - position.steps) * self.samples_per_step / rate
+            left = f" | {timedelta(seconds=round(seconds))} left"
+        values = " ".join(f"{name} {value}" for name, value in shown.items())
+        print(f"{steps}: {values} | {rate:,.0f} {self.unit}/s{left}", flush=True)
+
+    def end(self, position: Position, waited: float) -> None:
+        """End the stretch of training, which waited for data for `waited` seconds."""
+        if self.quiet:
+            return
+        self.bar.close()
+        seconds, rate = self._seconds_and_rate(position)
+        self.speed = {f"perf/{self.unit}_per_sec": rate, "perf/data_wait": waited / seconds}
+
+    def evaluation(self, position: Position, line: str, train: dict, val: dict) -> None:
+        """Print `line` and the speed of training, and log the results `train` and `val`."""
+        if self.quiet:
+            return
+        rate, data_wait = self.speed.values()
+        print(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait", flush=True)
+        figures = {f"train/{name}": value for name, value in train.items()}
+        figures |= {f"val/{name}": value for name, value in val.items()}
+        self.write(position, "evaluation", figures | self.speed)
+
+    def write(self, position: Position, event: str, figures: dict) -> None:
+        """Append a JSON line, and write the numbers among `figures` to TensorBoard."""
+        if self.folder is None:
+            return
+        try:
+            self._append(position, {"event": event, **figures})
+            self._write_scalars(position, figures)
+        except OSError as error:
+            # A full disk must not end the run.
+            if not self.warned:
+                print(
+                    f"warning: no results are written to {self.folder} ({error.strerror}); "
+                    "training goes on",
+                    flush=True,
+                )
+            self.warned = True
+
+    def _write_scalars(self, position, figures):
+        if self.writer is None:
+            # Imported late, to take the first step sooner.
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            self.writer = SummaryWriter(self.folder, purge_step=position.steps)
+        for name, value in figures.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, position.steps)
+        self.writer.flush()
+
+    def stop(self, position: Position, folder: Path | None) -> None:
+        """Say where the run stopped, and how to go on from `folder`."""
+        if self.quiet:
+            return
+        self.bar.close()
+        where = f"epoch {position.epoch + 1}, sample {position.samples}"
+        how = f": continue with --resume {folder / 'last.pt'}" if folder else ""
+        print(f"stopped after a signal at {where}{how}", flush=True)
+
+
+def new_folder(task: str) -> Path:
+    """A name for the folder of a new run: runs/TASK-SCRIPT-TIME-PROCESS."""
+    script = Path(sys.argv[0]).stem
+    return Path("runs", f"{task}-{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+
+
+def keep_lines_until(path: Path, position: Position) -> None:
+    """Drop the lines of results.jsonl that a run at `position` writes again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            # The last line of a run that was killed may be a part of one.
+            continue
+        is_evaluation = content["event"] == "evaluation"
+        last = position.evaluated_at if is_evaluation else position.steps
+        if content["step"] <= last:
+            kept.append(line)
+    path.write_text("".join(kept))

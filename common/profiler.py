@@ -1,0 +1,25 @@
+"""--profile: a trace of ten steps, for https://ui.perfetto.dev."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+
+def trace(batches: Iterable, path: Path) -> Iterator:
+    """Yield `batches`, and trace the use of ten of them to `path` (.json.gz).
+
+    The first steps allocate memory, so it begins after six. With less than seven there is no trace.
+    """
+    # Else it logs, on a CPU even an error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1),
+        on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+    )
+    with profiler:
+        for batch in batches:
+            yield batch
+            profiler.step()
+    print(f"--profile: {path if path.exists() else 'no trace: fewer than 7 steps'}", flush=True)

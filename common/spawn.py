@@ -1,0 +1,42 @@
+"""Wait for the processes of mp.spawn as a launcher does: pass signals on, end with their status."""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+
+import torch.multiprocessing as mp
+
+from common.errors import RunError
+
+
+def join(context: mp.ProcessContext) -> None:
+    """Wait for the processes of mp.spawn(..., join=False).
+
+    SIGTERM, SIGUSR1 and Ctrl-C are passed on to them. If one failed, its status is that of this
+    process. Raises RunError if a signal killed one.
+    """
+
+    def pass_on(number, _):
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    # Else it logs each process that it ends.
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
+    signal.signal(signal.SIGUSR1, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+    try:
+        while not context.join():
+            pass
+    except KeyboardInterrupt:
+        # A terminal has told the ranks; `kill -INT PID` has not.
+        pass_on(signal.SIGINT, None)
+        sys.exit(130)
+    except mp.ProcessExitedException as error:
+        if error.exit_code > 0:
+            # It has printed why.
+            sys.exit(error.exit_code)
+        raise RunError(str(error)) from error

@@ -1,0 +1,55 @@
+"""A step that hangs ends its process, with the stack of each thread."""
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+
+class Watchdog:
+    """Ends this process if a batch, with its step, takes longer than `seconds`.
+
+    `before_end`, a function, is called a tenth of that time earlier.
+    `waited` is the number of seconds that the last loop waited for its batches.
+    """
+
+    def __init__(self, seconds: float, before_end=None):
+        self.seconds = seconds
+        self.before_end = before_end
+        self.timer = None
+        self.armed_at = None
+        self.waited = 0.0
+
+    def __call__(self, loader: Iterable) -> Iterator:
+        """Yield the batches of `loader`. What follows the loop is watched, too, until cancel()."""
+        self.waited = 0.0
+        self.arm()
+        asked = time.perf_counter()
+        for batch in loader:
+            given = time.perf_counter()
+            self.waited += given - asked
+            # Not each time: it starts a thread, which takes up to 0.5 ms.
+            if self.armed_at is None or given - self.armed_at > self.seconds / 100:
+                self.arm()
+            yield batch
+            asked = time.perf_counter()
+        self.arm()
+
+    def arm(self) -> None:
+        """Begin to count the seconds."""
+        self.cancel()
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
+        self.armed_at = time.perf_counter()
+        if self.before_end:
+            self.timer = threading.Timer(0.9 * self.seconds, self.before_end)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def cancel(self) -> None:
+        """Stop counting: what comes next, such as a save, may take long."""
+        faulthandler.cancel_dump_traceback_later()
+        self.armed_at = None
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None

@@ -1,0 +1,62 @@
+"""A torch DataLoader whose worker processes start early and end with their rank."""
+
+import os
+import signal
+import threading
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from common.launch import die_with_parent
+
+
+def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **options) -> DataLoader:
+    """A DataLoader whose `workers` processes are started here, and live until the process ends.
+
+    `options` are further arguments of DataLoader, such as collate_fn and pin_memory.
+    """
+    batches = QuietBatchSampler(sampler, batch_size, drop_last=False)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        worker_init_fn=begin_worker,
+        # Else each pass draws a number from the generator that dropout uses.
+        generator=torch.Generator(),
+        # Workers share the dataset's memory, also under mp.spawn.
+        multiprocessing_context="fork" if workers else None,
+        **options,
+    )
+    # Start the workers now, by an empty pass. Training starts threads (Gloo, autograd), and in
+    # CPython 3.11 a fork can deadlock while one creates or deletes its Python state: 1 fork in
+    # 400, on two busy cores.
+    if workers:
+        iter(loader)
+    batches.quiet = False
+    return loader
+
+
+class QuietBatchSampler(BatchSampler):
+    """A BatchSampler that yields nothing while it is `quiet`."""
+
+    quiet = True
+
+    def __iter__(self):
+        return iter(()) if self.quiet else super().__iter__()
+
+
+def begin_worker(_) -> None:
+    """Let SIGTERM end a worker only if its rank sent it.
+
+    SLURM sends it to all processes of a job, and the rank needs data until it has saved.
+    """
+
+    def wait_for_the_rank():
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait_for_the_rank, daemon=True).start()

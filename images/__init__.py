@@ -1,0 +1,1 @@
+"""What the three image data sets share."""

@@ -1,0 +1,69 @@
+"""Images in memory: uint8 [N, channels, height, width] with int64 labels [N], as a TensorDataset."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from common.errors import InputError
+
+
+class Normalise:
+    """uint8 images [batch, channels, height, width] as floats, on their device.
+
+    `mean` and `std` are those of the training images in 0..1, per channel.
+    """
+
+    def __init__(self, mean: tuple, std: tuple):
+        self.mean = mean
+        self.std = std
+        self.constants = {}
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_default_dtype()
+        key = (images.device, dtype)
+        if key not in self.constants:
+            mean = torch.tensor(self.mean, dtype=dtype).view(-1, 1, 1)
+            std = torch.tensor(self.std, dtype=dtype).view(-1, 1, 1)
+            self.constants[key] = (
+                (-mean / std).to(images.device),
+                (1 / (255 * std)).to(images.device),
+            )
+        shift, scale = self.constants[key]
+        # One operation on the bytes: shift + images * scale.
+        return torch.addcmul(shift, images, scale)
+
+
+def generate(
+    count: int, channels: int, size: int, seed: int
+) -> tuple[TensorDataset, TensorDataset]:
+    """`count` images for training, a fifth for validation: a smooth pattern per class, under noise."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randn(10, channels, 7, 7, generator=generator)
+    patterns = F.interpolate(patterns, size=(size, size), mode="bilinear")
+    sets = []
+    for length in (count, max(1, count // 5)):
+        labels = torch.randint(10, (length,), generator=generator)
+        noise = torch.randn(length, channels, size, size, generator=generator)
+        images = 128 + 25 * (patterns[labels] + 2 * noise)
+        sets.append(TensorDataset(images.clamp_(0, 255).to(torch.uint8), labels))
+    return tuple(sets)
+
+
+def checked(path, shape: tuple, read) -> TensorDataset:
+    """A TensorDataset of the (images, labels) that `read()` returns for the files `path`, ...
+
+    Raises InputError if they are damaged: other types, shapes or labels than 0..9.
+    """
+    try:
+        images, labels = read()
+        if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
+            raise ValueError(f"{list(images.shape)} images of {images.dtype}, {len(labels)} labels")
+        if not 0 <= labels.min() <= labels.max() < 10:
+            raise ValueError(f"labels in {labels.min()}..{labels.max()}")
+        return TensorDataset(images, labels)
+    # A damaged file can raise anything.
+    except Exception as error:
+        raise InputError(
+            f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): "
+            "delete them to download them again, or train with --synthetic"
+        ) from error

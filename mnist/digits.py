@@ -1,0 +1,46 @@
+"""MNIST: its files, its normalisation, and the models for it."""
+
+import functools
+from pathlib import Path
+
+from torch.utils.data import TensorDataset
+
+from common.download import download
+from images import data, models
+
+FILES = [
+    "MNIST/raw/train-images-idx3-ubyte",
+    "MNIST/raw/train-labels-idx1-ubyte",
+    "MNIST/raw/t10k-images-idx3-ubyte",
+    "MNIST/raw/t10k-labels-idx1-ubyte",
+]
+MODELS = {"convnet": models.ConvNet, "lenet": models.LeNet}
+# uint8 images [batch, 1, 28, 28] as floats; the mean and deviation of the training images.
+normalise = data.Normalise(mean=(0.1307,), std=(0.3081,))
+
+
+def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """MNIST: 60,000 training and 10,000 validation images, uint8 [1, 28, 28], with labels 0..9.
+
+    It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
+    Raises InputError if files are damaged, or missing. Source: LeCun, Cortes, Burges.
+    """
+    if synthetic:
+        return data.generate(synthetic, channels=1, size=28, seed=seed)
+    # Imported here, as generated images do not need it.
+    from torchvision.datasets import MNIST
+
+    def read(train):
+        dataset = MNIST(folder, train)
+        return dataset.data.unsqueeze(1), dataset.targets
+
+    root = Path(folder)
+    download(root, FILES, lambda to: MNIST(to, download=True))
+    train_set = data.checked(root / FILES[0], (1, 28, 28), functools.partial(read, True))
+    val_set = data.checked(root / FILES[2], (1, 28, 28), functools.partial(read, False))
+    return train_set, val_set
+
+
+def build(name: str):
+    """The model that --model names."""
+    return MODELS[name](channels=1, size=28)
