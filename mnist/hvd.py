@@ -123,11 +123,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     # dist: flags of the launch and of communication may differ in a run that goes on.
     may_differ = checkpoint.MAY_DIFFER | {"fp16_allreduce", "use_adasum"}
     found = checkpoint.resume(
-        args.resume,
-        args.checkpoint_dir or args.log_dir,
-        state,
-        config,
-        may_differ,
+        args.resume, args.checkpoint_dir or args.log_dir, state, config, may_differ,
         # dist: to check that all ranks read the same file.
         all_reduce=all_reduce,
     )
@@ -216,21 +212,23 @@ def check_horovod(args, device):
     """Raise InputError if this build of Horovod cannot do what the flags ask for."""
     if device.type != "cpu" and not hvd.nccl_built():
         raise InputError(
-            "Horovod was built without NCCL: run scripts/install_horovod.sh again, or use --device cpu"
+            "Horovod was built without NCCL: run scripts/install_horovod.sh again, "
+            "or use --device cpu"
         )
-    power_of_2 = summed(args, device).bit_count() == 1
-    if args.use_adasum and not (hvd.mpi_enabled() and power_of_2):
+    groups = hvd.size() // averaged(args, device)
+    if args.use_adasum and not (hvd.mpi_enabled() and groups.bit_count() == 1):
         raise InputError(
-            "--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)"
+            "--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes "
+            "(with NCCL: machines)"
         )
 
 
-# dist: the batch of an update grows by it, and with it the rate.
-def summed(args, device):
-    """The number of gradients that one update combines: with Adasum, NCCL averages on a machine."""
+# dist: with Adasum, only NCCL averages, on each machine; the rest needs no larger rate.
+def averaged(args, device):
+    """The number of gradients that are averaged to one."""
     if not args.use_adasum:
         return hvd.size()
-    return hvd.size() // (hvd.local_size() if device.type != "cpu" else 1)
+    return hvd.local_size() if device.type != "cpu" else 1
 
 
 def main():
@@ -262,7 +260,7 @@ def main():
     if args.compile:
         devices.compile_model(model)
     # dist: the global batch is world_size times larger.
-    lr = args.lr * schedule.lr_factor(args.scale_lr, summed(args, device), args.global_batch_size)
+    lr = args.lr * schedule.lr_factor(args.scale_lr, averaged(args, device), args.global_batch_size)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
@@ -273,14 +271,12 @@ def main():
         op=hvd.Adasum if args.use_adasum else hvd.Average,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
-    # dist: all begin with rank 0's weights. Not broadcast_optimizer_state: on a fresh SGD it takes a
-    # real step.
+    # dist: all begin with rank 0's weights. Not broadcast_optimizer_state, as it takes a real step
+    # with a fresh SGD.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = (
-        f"mnist: Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'} | {place} | {batch} | lr {lr:g}"
-    )
+    setup = f"mnist: Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'} | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
