@@ -247,8 +247,8 @@ def main():
     # dist: with --comm-hook, gradients travel in fewer bytes.
     hooks.register(model, args.comm_hook, args.powersgd_rank)
     batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
-    place = f"world size 1 | {devices.describe(device)}"
-    setup = f"mnist: one device | {place} | {batch} | lr {lr:g}"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"mnist: DDP, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
