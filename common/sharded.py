@@ -1,89 +1,83 @@
-"""What only fsdp.py needs: which modules to shard, and the state of a sharded model as the other recipes save it."""
+"""What only fsdp.py needs: which modules to shard, and the state as the other recipes save it.
+
+All ranks call the functions of this file that gather or share tensors.
+"""
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-FUSED, FOREACH = (
-    {"fused": True, "foreach": None},
-    {"fused": None, "foreach": True},
-)  # of SGD; fused, it takes no shards
 
-
-def blocks(module):
-    """Yield the modules in each nn.Sequential: ResNet's blocks, ViT's encoder layers, the layers of a small model."""
+def blocks(module: nn.Module):
+    """Yield the modules in each nn.Sequential: of ResNet its blocks, of ViT its layers."""
     for child in module.children():
         if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
             yield from blocks(child)
-        elif list(child.parameters()) and not isinstance(
-            child, nn.modules.batchnorm._BatchNorm
-        ):  # it stays fp32
+        # BatchNorm stays in fp32.
+        elif list(child.parameters()) and not isinstance(child, nn.modules.batchnorm._BatchNorm):
             yield child
 
 
-def even_out(model, val, run):
-    """Call `model` with one image of the DataObject `val` if this rank's share has a batch less than another's."""
-    most = -(-len(val.dataset) // (val.batch_size * run.world_size))
-    if len(val) < (min(most, run.accumulate) if run.args.dry_run else most):
-        images, _ = next(iter(val.source.batches(torch.zeros(1, dtype=torch.int64), 1, 0)))
-        model(images.to(val.device, torch.get_default_dtype()))
+class WholeModel:
+    """The state_dict of a sharded model, unsharded, on the CPU of rank 0; other ranks get none."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def state_dict(self) -> dict:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(self.model, options=options)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Load a whole state, which every rank has read; each keeps its share."""
+        set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
+
+    def parameters(self):
+        return self.model.parameters()
 
 
-def leaves(tree, change, path=()):
-    """`tree`, a dict of dicts, with change((key, ...), leaf) in place of each leaf."""
-    if not isinstance(tree, dict):
-        return change(path, tree)
-    changed = type(tree)((key, leaves(value, change, (*path, key))) for key, value in tree.items())
-    if hasattr(tree, "_metadata"):  # of a model's state_dict: the versions of its modules
-        changed._metadata = tree._metadata
-    return changed
+class WholeOptimizer:
+    """The state_dict of the optimizer of a sharded model, as that of a model that is whole.
 
-
-def save(run):
-    """Gather on rank 0 the state of an unsharded model and optimizer, and save it there; all ranks call this."""
-
-    def whole(_, leaf):
-        if not isinstance(leaf, DTensor):
-            return leaf
-        leaf = leaf.full_tensor()
-        return leaf.cpu() if run.rank == 0 else None
-
-    states = {} if run.args.dry_run else state_dicts(run, whole)
-    if run.rank == 0:
-        run.save(states)
-
-
-def state_dicts(run, change):
-    """The state_dicts of model and optimizer with change((key, ...), leaf) in place of each leaf."""
-    states = leaves({name: part.state_dict() for name, part in run.state.items()}, change)
-    for group in states["optimizer"]["param_groups"]:
-        group.update(FUSED)  # as the other recipes have it
-    return states
-
-
-def set_up(model, optimizer, load=lambda saved, own: saved):
-    """Let the SGD `optimizer` use foreach, and let both load the state of an unsharded one: each rank keeps its shares.
-
-    `load` is called first, with that state and the sharded parameters: a dict by their names and their numbers.
+    Its options, such as the rate and `foreach`, are those of this run, not of the checkpoint.
     """
-    for group in optimizer.param_groups:
-        group.update(FOREACH)
-    own = dict(model.named_parameters())
-    own |= enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def share(path, leaf):
-        like = own.get(path[0])
-        if like is None or isinstance(leaf, DTensor) or getattr(leaf, "shape", None) != like.shape:
-            return leaf
-        return distribute_tensor(
-            leaf, like.device_mesh, like.placements, src_data_rank=None
-        )  # all ranks have read it
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
 
-    def of_optimizer(_, saved):
-        groups = [group | FOREACH for group in saved["param_groups"]]
-        return {"state": leaves(load(saved["state"], own), share), "param_groups": groups}
+    def state_dict(self) -> dict:
+        state = self.optimizer.state_dict()
+        whole = {
+            number: {name: gather(value) for name, value in kept.items()}
+            for number, kept in state["state"].items()
+        }
+        groups = [group | {"fused": True, "foreach": None} for group in state["param_groups"]]
+        return {"state": whole, "param_groups": groups}
 
-    model.register_load_state_dict_pre_hook(
-        lambda _, saved, *__: saved.update(leaves(load(saved, own), share))
-    )
-    optimizer.register_load_state_dict_pre_hook(of_optimizer)
+    def load_state_dict(self, state: dict) -> None:
+        """Load a whole state, which every rank has read; each keeps its share."""
+        own = self.optimizer.state_dict()
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        shares = {
+            number: {name: share_of(value, weights[number]) for name, value in kept.items()}
+            for number, kept in state["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": shares, "param_groups": own["param_groups"]})
+
+
+def gather(value):
+    """A DTensor as a whole tensor on the CPU; anything else as it is."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def share_of(value, weight: DTensor):
+    """This rank's share of a tensor of the shape of `weight`; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
+        return value
+    # src_data_rank=None: nothing is sent, as all ranks have read it.
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -125,7 +125,11 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     # dist: flags of the launch and of communication may differ in a run that goes on.
     may_differ = checkpoint.MAY_DIFFER | {"gpus", "nodes", "nr"}
     found = checkpoint.resume(
-        args.resume, args.checkpoint_dir or args.log_dir, state, config, may_differ,
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
         # dist: to check that all ranks read the same file.
         all_reduce=dist.all_reduce,
     )

@@ -123,7 +123,11 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     # dist: flags of the launch and of communication may differ in a run that goes on.
     may_differ = checkpoint.MAY_DIFFER | {"fp16_allreduce", "use_adasum"}
     found = checkpoint.resume(
-        args.resume, args.checkpoint_dir or args.log_dir, state, config, may_differ,
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
         # dist: to check that all ranks read the same file.
         all_reduce=all_reduce,
     )
@@ -276,7 +280,9 @@ def main():
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"mnist: Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'} | {place} | {batch} | lr {lr:g}"
+    setup = (
+        f"mnist: Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'} | {place} | {batch} | lr {lr:g}"
+    )
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
