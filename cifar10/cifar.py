@@ -1,5 +1,6 @@
-"""CIFAR-10: its files, its augmentation, and ResNet-18 for images of 32x32."""
+"""CIFAR-10: its files, its normalisation, its augmentation, and the models for it."""
 
+import functools
 import io
 import pickle
 from pathlib import Path
@@ -7,85 +8,128 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from common.data import ImageTensor
-from common.datasets import checked, download, synthetic
-from common.models import MODELS as SMALL
+from common.data import TensorLoader, seed_of
+from common.download import download
+from images import data, models
 
-FILES = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")]
-MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images in 0..1, per channel
+TRAIN_FILES = [f"cifar-10-batches-py/data_batch_{number}" for number in range(1, 6)]
+VAL_FILES = ["cifar-10-batches-py/test_batch"]
+# uint8 images [batch, 3, 32, 32] as floats; the mean and deviation of the training images.
+normalise = data.Normalise(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
-def load(args) -> tuple[ImageTensor, ImageTensor]:
-    """CIFAR-10 [3, 32, 32] as two ImageTensors: training (50,000 images, cropped and mirrored) and validation (10,000).
+def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """CIFAR-10: 50,000 training and 10,000 validation images, uint8 [3, 32, 32], with labels 0..9.
 
-    Fails if the files are missing or damaged. Source: A. Krizhevsky, 2009.
+    It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
+    Raises InputError if files are damaged, or missing. Source: A. Krizhevsky, 2009.
     """
-    train, val = synthetic(args, 3, 32, MEAN_STD) if args.synthetic else _read(Path(args.data_dir))
-    return RandomCropFlip(train.images, train.labels, MEAN_STD, args.seed), val
-
-
-def _read(folder):
-    from torchvision.datasets import CIFAR10  # here, as generated images do not need it
+    if synthetic:
+        return data.generate(synthetic, channels=3, size=32, seed=seed)
+    # Imported here, as generated images do not need it.
+    from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import download_and_extract_archive
 
-    download(folder, FILES, lambda to: download_and_extract_archive(CIFAR10.url, to, md5=CIFAR10.tgz_md5))
+    def fetch(to):
+        download_and_extract_archive(CIFAR10.url, to, md5=CIFAR10.tgz_md5)
 
-    def read(names):
-        batches = [_ArraysOnly(io.BytesIO((folder / name).read_bytes()), encoding="latin1").load() for name in names]
-        images = torch.cat([torch.from_numpy(batch["data"]) for batch in batches])
-        return images.view(-1, 3, 32, 32), torch.tensor([label for batch in batches for label in batch["labels"]])
+    root = Path(folder)
+    download(root, TRAIN_FILES + VAL_FILES, fetch)
+    train_set, val_set = (
+        data.checked(root / files[0], (3, 32, 32), functools.partial(read, root, files))
+        for files in (TRAIN_FILES, VAL_FILES)
+    )
+    return train_set, val_set
 
-    return (checked(folder / names[0], (3, 32, 32), MEAN_STD, lambda names=names: read(names))
-            for names in (FILES[:5], FILES[5:]))
+
+def read(root: Path, files: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The images and labels of these files."""
+    images = []
+    labels = []
+    for name in files:
+        content = io.BytesIO((root / name).read_bytes())
+        batch = ArraysOnly(content, encoding="latin1").load()
+        images.append(torch.from_numpy(batch["data"]).view(-1, 3, 32, 32))
+        labels.extend(batch["labels"])
+    return torch.cat(images), torch.tensor(labels)
 
 
-class _ArraysOnly(pickle.Unpickler):
+class ArraysOnly(pickle.Unpickler):
     """A pickle can call any function; CIFAR-10's batches need only those that rebuild an array."""
 
+    NEEDED = frozenset(
+        {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy.core.numeric", "_frombuffer"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("_codecs", "encode"),
+        }
+    )
+
     def find_class(self, module, name):
-        if (module.replace("._core.", ".core."), name) in {
-            ("numpy.core.multiarray", "_reconstruct"), ("numpy.core.numeric", "_frombuffer"),
-            ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
-        }:
+        if (module.replace("._core.", ".core."), name) in self.NEEDED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it calls {module}.{name}, which no CIFAR-10 batch needs")
 
 
-class RandomCropFlip(ImageTensor):
-    """Each image padded with zeros, cropped at random, and mirrored at random.
+class CropFlipLoader(TensorLoader):
+    """A TensorLoader of images that are padded with zeros, cropped and mirrored at random.
 
-    The crops are a function of seed, epoch and index: the same on any number of processes, and after a resume.
+    The crops are a function of seed, epoch and index: the same on any number of processes, and
+    after a resume. The sampler is an EpochSampler.
     """
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean_std: tuple, seed: int, padding: int = 4):
-        super().__init__(images, labels, mean_std)
-        self.seed, self.padding = seed, padding
+    PADDING = 4
 
-    def to(self, device):
-        super().to(device)
-        padded = F.pad(self.images, (self.padding,) * 4)
-        both = torch.stack((padded, padded.flip(-1)))  # [mirrored, N, channels, height, width]
-        # A view with one row for each window of the image size, at every offset in memory. A crop is one row, and
-        # index_select copies a batch of rows in half the time that advanced indexing needs for the same pixels.
-        size, self.strides = self.images.shape[1:], both.stride()
-        last = sum((n - 1) * step for n, step in zip(size, self.strides[2:], strict=True))
-        self.windows = both.view(-1).as_strided((both.numel() - last, *size), (1, *self.strides[2:]))
+    def __init__(self, dataset, sampler, batch_size, device):
+        super().__init__(dataset, sampler, batch_size, device)
+        images, self.labels = self.tensors
+        padded = F.pad(images, (self.PADDING,) * 4)
+        # [mirrored, N, channels, height, width]
+        both = torch.stack((padded, padded.flip(-1)))
+        self.strides = both.stride()
+        # A view with one row for each window of the image size, at every offset in memory. A crop
+        # is one row, and index_select copies a batch of rows in half the time that advanced
+        # indexing needs for the same pixels.
+        _, _, to_channel, to_row, to_column = self.strides
+        channels, height, width = images.shape[1:]
+        last = (channels - 1) * to_channel + (height - 1) * to_row + (width - 1) * to_column
+        self.windows = both.view(-1).as_strided(
+            (both.numel() - last, channels, height, width), (1, to_channel, to_row, to_column)
+        )
 
-    def batches(self, indices, batch_size, epoch):
-        generator, count = torch.Generator().manual_seed(hash((self.seed, epoch, 1))), len(self)
+    def __iter__(self):
+        start = self.starts()
+        indices = torch.tensor(list(self.sampler), dtype=torch.int64)
+        if len(indices) == 0:
+            return
+        for batch in indices.to(self.labels.device).split(self.batch_size):
+            crops = self.windows.index_select(0, start[batch])
+            yield [crops, self.labels.index_select(0, batch)]
+
+    def starts(self) -> torch.Tensor:
+        """int64 [N]: where the crop of each image begins in memory, in this epoch."""
+        count = len(self.labels)
+        generator = torch.Generator()
+        generator.manual_seed(seed_of(self.sampler.seed, self.sampler.epoch, 1))
         mirrored = torch.randint(2, (count,), generator=generator)
-        top, left = torch.randint(2 * self.padding + 1, (2, count), generator=generator)
-        to_image, to_next, _, to_row, to_column = self.strides
-        start = mirrored * to_image + torch.arange(count) * to_next + top * to_row + left * to_column
-        start = start.to(self.labels.device)
-        for batch in indices.to(self.labels.device).split(batch_size):
-            yield self.windows.index_select(0, start[batch]), self.labels.index_select(0, batch)
+        top, left = torch.randint(2 * self.PADDING + 1, (2, count), generator=generator)
+        to_mirrored, to_next, _, to_row, to_column = self.strides
+        start = mirrored * to_mirrored + torch.arange(count) * to_next
+        start += top * to_row + left * to_column
+        return start.to(self.labels.device)
 
 
 def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:
-    """torchvision's ResNet-18 with the stem for small images (He et al. 2015, section 4.2): 3x3, no max-pooling."""
-    from torchvision.models import resnet18  # here, as the other models do not need it
+    """torchvision's ResNet-18 with the stem for small images: 3x3, no max-pooling.
+
+    Source: He et al. 2015, section 4.2.
+    """
+    # Imported here, as the other models do not need it.
+    from torchvision.models import resnet18
 
     model = resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(channels, 64, kernel_size=3, padding=1, bias=False)
@@ -93,4 +137,11 @@ def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:
     return model
 
 
-MODELS = {"resnet18": resnet18, **SMALL}
+MODELS = {"resnet18": resnet18, "convnet": models.ConvNet, "lenet": models.LeNet}
+# The learning rate of each for a batch of 128.
+LRS = {"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}
+
+
+def build(name: str) -> nn.Module:
+    """The model that --model names."""
+    return MODELS[name](channels=3, size=32)

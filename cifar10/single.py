@@ -1,6 +1,8 @@
-"""Train on CIFAR-10 on one device. Read every other recipe beside this one.
+"""Train on CIFAR-10 on one device.
 
     python cifar10/single.py
+
+Read every other recipe beside this one.
 """
 
 import sys
@@ -11,78 +13,189 @@ import torch.nn.functional as F
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import cifar  # beside this file
-from common import flags, processes, schedule
-from common.data import DataObject, EpochSampler
-from common.metrics import Metrics
-from common.run import Run
+from common import checkpoint, devices, flags, launch, profiler, schedule
+from common.data import DataObject, EpochSampler, TensorLoader, to_device
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="cifar10")
-    flags.add_data(parser)
-    flags.add_training(parser, lrs={"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}, epochs=30, batch_size=128)
-    flags.add_sgd(parser, weight_decay=5e-4)
-    return parser.parse_args()
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="cifar10")
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder of CIFAR-10, downloaded if missing")
+    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
+    add("-a", "--model", "--arch", choices=cifar.MODELS, default="resnet18", help="the model")
+    add("--epochs", type=flags.positive_int, default=30, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=128, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=1000, help="in evaluation")
+    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=5e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    flags.add_run_flags(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = cifar.LRS[args.model]
+    return args
 
 
-def train_one_epoch(model, train, optimizer, lr, run):
-    """Take one step per batch; return the loss and accuracy seen during training."""
-    model.train()
-    metrics = Metrics(run.device, before=run.sums)  # before: the sums of a resumed epoch, over all ranks
-    for images, labels in run.progress(train):
-        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
-        optimizer.zero_grad()
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        optimizer.step()
-        metrics.update(loss, logits, labels)
-        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:  # epoch's end, --checkpoint-every, or a signal
-            run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
-            break
-    return metrics.average(train.waited)
+def load_data(args, device):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed)
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size)
+    train_sampler = EpochSampler(len(train_set), batch_size, seed=args.seed)
+    val_sampler = range(len(val_set))
+    train_loader = cifar.CropFlipLoader(train_set, train_sampler, batch_size, device)
+    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+def averages(total):
+    """The loss (nats) and accuracy of the sums of all ranks."""
+    return {"loss": total["loss"] / total["images"], "accuracy": total["correct"] / total["images"]}
+
+
+def text(result):
+    return f"loss {result['loss']:.4f} acc {result['accuracy']:.2%}"
 
 
 @torch.inference_mode()
-def evaluate(model, val, run):
+def evaluate(args, model, val, device, watchdog):
     """Return loss and accuracy over the whole validation set, each image once."""
     model.eval()
-    metrics = Metrics(run.device)
-    for images, labels in run.progress(val):
-        logits = model(images)
-        metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average(val.waited)
+    sums = Sums(device, "loss", "correct", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(cifar.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        correct = (logits.argmax(1) == labels).sum()
+        sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
+        if args.dry_run:
+            break
+    return averages(sums.total())
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    state = {"model": model, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": "one device, world size 1"}
+    found = checkpoint.resume(args.resume, args.checkpoint_dir or args.log_dir, state, config)
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    writes = not args.dry_run
+    log = Log(log_dir if writes else None, "images", args.log_seconds)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    watchdog = Watchdog(args.timeout)
+    stop = StopSignal()
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for batch in batches:
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            images, labels = to_device(batch, device)
+            rates.set(position.epochs_done(len(train.dataset)))
+            optimizer.zero_grad()
+            logits = model(cifar.normalise(images))
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()
+            optimizer.step()
+            correct = (logits.argmax(1) == labels).sum()
+            sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            seed_step(args.seed, position, device)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                total = sums.total(stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        total = sums.total(stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            return
+        train_result = averages(total)
+        val_result = evaluate(args, model, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    train_set, val_set = cifar.load(args)
-    device = flags.pick_device(args)
-    schedule.divide_batch(args)  # --global-batch-size
-    train_sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
-    val_sampler = range(len(val_set))
-    train = DataObject(train_set, train_sampler, args.batch_size, device)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device)
+    launch.check_world_size(1)
+    device = devices.pick(args.device)
+    devices.tune(device)
+    train, val = load_data(args, device)
     torch.manual_seed(args.seed)
-    model = flags.to_device(cifar.MODELS[args.model](channels=3, size=32), args, device)
+    model = cifar.build(args.model).to(device)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    if args.compile:
+        devices.compile_model(model)
     lr = args.lr
-    optimizer = torch.optim.SGD(model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True)
-    state = {"model": model, "optimizer": optimizer}
-    run = Run(args, "one device", device, state, lr)
-    run.resume()  # only with --resume; a folder that holds another run is refused
-    for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
-        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
-        if run.stopping:
-            break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))
-        run.log()
-        run.save()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
+    )
+    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size 1 | {devices.describe(device)}"
+    setup = f"cifar10: one device | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])
 
 
 if __name__ == "__main__":
-    main()
+    with launch.plain_exits():
+        main()

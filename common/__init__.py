@@ -1,1 +1,1 @@
-"""Small tools that the recipes share. They take values, raise exceptions, and know no flags and no images."""
+"""Small tools that the recipes share. They take values, and know no flags and no images."""

@@ -17,10 +17,35 @@ FORMAT = 5
 NAMES = ("last.pt", "previous.pt", "best.pt")
 # The flags in which a resumed run may differ from the one that saved. A recipe adds its own.
 MAY_DIFFER = frozenset(
-    "accumulate batch_size channels_last checkpoint_dir checkpoint_every compile data_dir device "
-    "dry_run epochs eval_every evaluate global_batch_size init_from init_partial loader log_dir "
-    "log_interval log_seconds lr max_steps profile resume saved_by test_batch_size timeout "
-    "workers".split()
+    {
+        "accumulate",
+        "batch_size",
+        "channels_last",
+        "checkpoint_dir",
+        "checkpoint_every",
+        "compile",
+        "data_dir",
+        "device",
+        "dry_run",
+        "epochs",
+        "eval_every",
+        "evaluate",
+        "global_batch_size",
+        "init_from",
+        "init_partial",
+        "loader",
+        "log_dir",
+        "log_interval",
+        "log_seconds",
+        "lr",
+        "max_steps",
+        "profile",
+        "resume",
+        "saved_by",
+        "test_batch_size",
+        "timeout",
+        "workers",
+    }
 )
 
 
@@ -107,7 +132,8 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
         write_atomically(folder / "last.pt", buffer.getbuffer())
     except OSError as error:
         raise RunError(
-            f"cannot save in {folder} ({error.strerror}); --resume auto uses the previous checkpoint"
+            f"cannot save in {folder} ({error.strerror}); "
+            "--resume auto uses the previous checkpoint"
         ) from error
 
 
@@ -142,9 +168,9 @@ def read(path: Path) -> tuple[dict, int]:
 
 
 def find(resume: str, folder: Path | None, read=read) -> Found:
-    """Read the checkpoint that --resume means: a file or, for "auto", the newest good one in `folder`.
+    """Read the checkpoint that --resume means: a file, or the newest good one.
 
-    With "auto", a folder without checkpoints is right: the path is None. Raises InputError.
+    "auto" means the newest in `folder`; a folder without one is right: the path is None. Raises InputError.
     """
     if resume != "auto":
         path = Path(resume)

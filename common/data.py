@@ -15,7 +15,7 @@ from common.errors import InputError
 
 @dataclass
 class DataObject:
-    """A dataset, its sampler, and its loader: anything with __iter__ and __len__ that yields batches."""
+    """A dataset, its sampler, and its loader, which has __iter__ and __len__ and yields batches."""
 
     dataset: Dataset
     sampler: Iterable
@@ -23,7 +23,7 @@ class DataObject:
 
 
 class EpochSampler(Sampler[int]):
-    """This rank's share of a permutation of `length` samples, which is a function of seed and epoch.
+    """This rank's share of a permutation of `length` samples, a function of seed and epoch.
 
     The k-th batches of all ranks are together that of one process with a batch of `global_batch`
     samples. Samples that do not fill a global batch are left out until the next epoch.

@@ -48,7 +48,7 @@ def describe(device: torch.device) -> str:
 
 
 def tune(device: torch.device) -> None:
-    """Let convolutions and matrix products be fast: cuDNN's search, TF32; on a CPU, see tune_cpu."""
+    """Let convolutions and matrix products be fast: cuDNN's search, TF32, tune_cpu()."""
     # Tries the algorithms for each convolution once, and keeps the fastest.
     torch.backends.cudnn.benchmark = True
     if device.type == "cuda":
@@ -59,7 +59,7 @@ def tune(device: torch.device) -> None:
 
 
 def tune_cpu() -> None:
-    """Let glibc keep freed memory, and let no thread interrupt another that wakes it (docs/cpu.md)."""
+    """Let glibc keep freed memory, and no thread interrupt the one that wakes it (docs/cpu.md)."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         # It is not glibc.
@@ -75,7 +75,7 @@ def tune_cpu() -> None:
 
 
 def use_channels_last(model: torch.nn.Module) -> None:
-    """Keep weights and images (each input [N, C, H, W]) in NHWC, which tensor cores are made for."""
+    """Keep weights and images (each input [N, C, H, W]) in NHWC, as tensor cores like it."""
 
     def convert(_, inputs):
         return tuple(

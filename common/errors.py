@@ -1,4 +1,4 @@
-"""The two errors that a recipe reports in one line, without a traceback (launch.one_line_errors)."""
+"""The two errors that a recipe reports in one line, without a traceback (launch.plain_exits)."""
 
 
 class InputError(ValueError):
@@ -8,6 +8,6 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on: the disk is full, the loss is not finite. The message says what to do."""
+    """The run cannot go on: a full disk, a loss that is not finite. The message says what to do."""
 
     status = 1

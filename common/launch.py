@@ -1,4 +1,4 @@
-"""How a recipe is started by a launcher, and how it ends: with one line, and not after its parent."""
+"""How a recipe is started by a launcher, and how it ends: in one line, not after its parent."""
 
 import ctypes
 import faulthandler
@@ -41,7 +41,7 @@ def plain_exits():
         print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
         if rank is None:
             sys.exit(error.status)
-        # Under mp.spawn rank 0 holds the store: ranks that still connect would print torch's errors.
+        # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
         time.sleep(1)
         # Skips the destructors of the process group, which can hang or abort.
         os._exit(error.status)
@@ -69,7 +69,7 @@ def torchrun_env() -> tuple[int, int]:
 
 
 def share_cores(local_world_size: int) -> None:
-    """Use one thread per core of this process's share of the machine, unless OMP_NUM_THREADS is set."""
+    """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
 

@@ -10,7 +10,7 @@ class StopSignal:
     """
 
     def __init__(self):
-        # A plain bool: a threading.Event takes a lock, on which a second signal could wait for ever.
+        # A plain bool: a threading.Event takes a lock, on which a second signal could wait.
         self.requested = False
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._request)

@@ -1,4 +1,4 @@
-"""Images in memory: uint8 [N, channels, height, width] with int64 labels [N], as a TensorDataset."""
+"""Images in memory: a TensorDataset of uint8 [N, channels, height, width], int64 labels [N]."""
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class Normalise:
 def generate(
     count: int, channels: int, size: int, seed: int
 ) -> tuple[TensorDataset, TensorDataset]:
-    """`count` images for training, a fifth for validation: a smooth pattern per class, under noise."""
+    """`count` training images, a fifth for validation: a pattern per class, under noise."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randn(10, channels, 7, 7, generator=generator)
     patterns = F.interpolate(patterns, size=(size, size), mode="bilinear")

@@ -1,4 +1,4 @@
-"""Small models: they take images [batch, channels, size, size] and return logits [batch, classes]."""
+"""Small models: images [batch, channels, size, size] to logits [batch, classes]."""
 
 from torch import nn
 

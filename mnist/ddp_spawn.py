@@ -257,8 +257,8 @@ def main(local_rank, args):
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"mnist: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
-    # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its group
-    # lets Gloo abort.
+    # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
+    # group lets Gloo abort.
     del model
     gc.collect()
     # dist: closes the connections; NCCL warns without it.
