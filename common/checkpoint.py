@@ -170,7 +170,8 @@ def read(path: Path) -> tuple[dict, int]:
 def find(resume: str, folder: Path | None, read=read) -> Found:
     """Read the checkpoint that --resume means: a file, or the newest good one.
 
-    "auto" means the newest in `folder`; a folder without one is right: the path is None. Raises InputError.
+    "auto" means the newest in `folder`. A folder without one is right: the path is None.
+    Raises InputError.
     """
     if resume != "auto":
         path = Path(resume)

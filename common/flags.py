@@ -39,6 +39,10 @@ def seed(text: str) -> int:
     return whole_number(text, 0, 2**32 - 1)
 
 
+def image_size(text: str) -> int:
+    return whole_number(text, 32)
+
+
 def non_negative_float(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:

@@ -133,6 +133,11 @@ class Log:
         figures |= {f"val/{name}": value for name, value in val.items()}
         self.write(position, "evaluation", figures | self.speed)
 
+    def say(self, line: str) -> None:
+        """Print `line`."""
+        if not self.quiet:
+            print(line, flush=True)
+
     def write(self, position: Position, event: str, figures: dict) -> None:
         """Append a JSON line, and write the numbers among `figures` to TensorBoard."""
         if self.folder is None:

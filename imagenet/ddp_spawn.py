@@ -4,7 +4,8 @@
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python imagenet/ddp_spawn.py -n 2 -g 1 -nr 0
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python imagenet/ddp_spawn.py -n 2 -g 1 -nr 1
 
-The last two make one run on two machines; the address is that of the first. On one machine set CUDA_VISIBLE_DEVICES.
+Read it beside single.py. The last two make one run on two machines; the address is that of the
+first. On one machine set CUDA_VISIBLE_DEVICES.
 """
 
 import gc
@@ -14,7 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # dist: before init_process_group; imported later, it keeps the group alive
+
+# dist: before init_process_group, as its functions take the default group as a default argument:
+# imported later (DDP imports it), they keep the group alive after destroy_process_group.
+import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -23,113 +27,302 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-from common import flags, processes, schedule
-from common.data import DataObject, EpochSampler
-from common.metrics import Metrics
-from common.run import Run
+from common import checkpoint, devices, flags, launch, profiler, schedule, spawn
+from common.data import DataObject, EpochSampler, to_device
+from common.errors import InputError
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet")
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="imagenet")
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder with train/ and val/")
+    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
+    add("-a", "--model", "--arch", type=networks.known, default="resnet50", help="of torchvision")
+    add("--epochs", type=flags.positive_int, default=90, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=256, help="in evaluation")
+    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share over all classes")
+    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
+    # dist: for small batches.
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    # dist: how many processes there are, and which of them this machine starts.
+    gpus = max(1, torch.accelerator.device_count())
+    add("-n", "--nodes", type=flags.positive_int, default=1, help="machines")
+    add("-g", "--gpus", type=flags.positive_int, default=gpus, help="processes on each machine")
+    add("-nr", "--nr", type=flags.non_negative_int, default=0, help="this machine, from 0")
     jpegs.add_flags(parser)
-    networks.add_flags(parser)
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
-    parser.add_argument("-n", "--nodes", type=flags.COUNT, default=1, help="machines")  # dist: for the world size
-    parser.add_argument("-g", "--gpus", type=flags.COUNT, default=max(1, torch.accelerator.device_count()),
-                        help="processes on each machine, one per GPU")  # dist: on a CPU, any number
-    parser.add_argument("-nr", "--nr", type=flags.number(int, 0), default=0, help="this machine, from 0")  # dist: rank
-    return parser.parse_args()
+    flags.add_run_flags(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = networks.LRS[args.model]
+    return args
 
 
-def train_one_epoch(model, train, optimizer, lr, run):
-    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
-    model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
-    for number, (images, labels) in enumerate(run.progress(train), 1):
-        ends_step = number % run.accumulate == 0
-        model.require_backward_grad_sync = ends_step  # dist: as no_sync() does: one all-reduce per step
-        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.accumulate).backward()
-        metrics.update(loss, logits, labels)
-        if not ends_step:
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and dist.get_rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
-            run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
-            break
-    dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
-    return metrics.average(train.waited)
+def load_data(args, device, rank, world_size):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = jpegs.load(
+        args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
+    )
+    # dist: all ranks share --global-batch-size.
+    batch_size = schedule.per_process(
+        args.batch_size, args.global_batch_size, world_size * args.accumulate
+    )
+    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    train_sampler = EpochSampler(
+        len(train_set), batch_size * args.accumulate, rank, world_size, seed=args.seed
+    )
+    # dist: each image once; torch's DistributedSampler repeats some, which count twice.
+    val_sampler = range(rank, len(val_set), world_size)
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
+    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+def averages(total):
+    """The loss (nats) and the accuracies of the sums of all ranks."""
+    return {
+        "loss": total["loss"] / total["images"],
+        "accuracy": total["correct"] / total["images"],
+        "top5": total["correct5"] / total["images"],
+    }
+
+
+def text(result):
+    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
+    return f"loss {result['loss']:.4f} {accuracies}"
+
+
+def add_to(sums, loss, logits, labels):
+    """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
+    sums.add(
+        loss=loss.detach() * len(labels),
+        correct=hits[:, 0].sum(),
+        correct5=hits.sum(),
+        images=len(labels),
+    )
 
 
 @torch.inference_mode()
-def evaluate(model, val, run):
+def evaluate(args, model, val, device, watchdog):
     """Return loss and accuracy over the whole validation set, each image once."""
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
+        dist.broadcast(buffer, src=0)
     model.eval()
-    metrics = Metrics(run.device, top5=True)
-    for images, labels in run.progress(val):
-        logits = model(images)
-        metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
-    return metrics.average(val.waited)
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        add_to(sums, loss, logits, labels)
+        if args.dry_run:
+            break
+    # dist: each rank evaluated only its share: sum over all, then divide once.
+    return averages(sums.total(dist.all_reduce))
 
 
-def main(local_rank, args):  # dist: mp.spawn calls it in each process, with its number
-    rank, world_size = args.nr * args.gpus + local_rank, args.nodes * args.gpus  # dist: over all machines
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # dist: init_process_group reads them
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = jpegs.imagenet(args)
-    device = flags.pick_device(args, local_rank, args.gpus)  # dist: one device per process
-    processes.share_cores(args.gpus)  # dist: else each process starts a thread per core
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
-    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
-    batch_size = args.batch_size * args.accumulate  # per step
-    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
-    torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes)
-    if args.sync_bn:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # dist: statistics of the global batch
-    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
-    state = {"model": model, "optimizer": optimizer}
-    run = Run(args, "DDP, mp.spawn", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume()  # only with --resume; a folder that holds another run is refused
+def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    state = {"model": model.module, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": f"DDP, mp.spawn, world size {world_size}"}
     if args.evaluate:
-        networks.report(run, evaluate(model, val, run))
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # dist: averages gradients in backward
-    model.broadcast_buffers = False  # dist: not in every forward: the wrapper has sent them once, evaluate() does again
-    for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
-        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
-        if run.stopping:
-            break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model.module, val, run))  # dist: unwrapped, as shares may differ in size
-        if rank == 0:  # dist: only rank 0 writes
-            run.log()
-            run.save()
-    del model  # dist: free the DDP wrapper before the group, or Gloo's threads live on and can abort ...
-    gc.collect()  # dist: ... (in a cycle in torch 2.11)
-    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it
+        # Only the weights count, of whatever run.
+        state = {"model": state["model"]}
+        config = {}
+    # dist: flags of the launch and of communication may differ in a run that goes on.
+    may_differ = checkpoint.MAY_DIFFER | {"sync_bn", "gpus", "nodes", "nr"}
+    found = checkpoint.resume(
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
+        # dist: to check that all ranks read the same file.
+        all_reduce=dist.all_reduce,
+    )
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not (args.dry_run or args.evaluate) and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    watchdog = Watchdog(args.timeout)
+    stop = StopSignal()
+    if args.evaluate:
+        result = evaluate(args, model.module, val, device, watchdog)
+        log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        return
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device, rank)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for number, batch in enumerate(batches, 1):
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            ends_step = number % args.accumulate == 0
+            images, labels = to_device(batch, device)
+            # dist: one all-reduce per step, as no_sync() does.
+            model.require_backward_grad_sync = ends_step
+            rates.set(position.epochs_done(len(train.dataset)))
+            logits = model(jpegs.normalise(images))
+            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+            (loss / args.accumulate).backward()
+            add_to(sums, loss, logits, labels)
+            if not ends_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            # dist: each rank draws its own dropout.
+            seed_step(args.seed, position, device, rank)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                # dist: also sums the flag: ranks that stop at different steps wait for each other.
+                total = sums.total(dist.all_reduce, stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        # dist: over all ranks.
+        total = sums.total(dist.all_reduce, stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            return
+        train_result = averages(total)
+        # dist: without the wrapper, as the shares of the ranks may differ in their batches.
+        val_result = evaluate(args, model.module, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
+
+
+# dist: mp.spawn calls it in each process, with its number.
+@launch.plain_exits()
+def main(local_rank, args):
+    # dist: over all machines.
+    rank = args.nr * args.gpus + local_rank
+    world_size = args.nodes * args.gpus
+    # dist: init_process_group reads them.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    # dist: else a rank waits for ever when its launcher is killed.
+    launch.die_with_parent()
+    # dist: one device per process.
+    device = devices.pick(args.device, local_rank, args.gpus)
+    # dist: else each process starts a thread per core.
+    launch.share_cores(args.gpus)
+    devices.tune(device)
+    if device.type != "cpu":
+        # dist: first, or every rank opens a context on GPU 0.
+        torch.accelerator.set_device_index(device.index)
+    # dist: NCCL for CUDA, Gloo on a CPU.
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
+    launch.check_world_size(world_size)
+    train, val = load_data(args, device, rank, world_size)
+    networks.check(args, device)
+    torch.manual_seed(args.seed)
+    model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)
+    if args.sync_bn:
+        # dist: statistics of the global batch.
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    if args.compile:
+        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+    # dist: the global batch is world_size times larger.
+    lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
+    )
+    # dist: averages the gradients of all ranks in backward, while others are still computed.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
+    # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
+    model.broadcast_buffers = False
+    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"imagenet: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
+    # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
+    # group lets Gloo abort.
+    del model
+    gc.collect()
+    # dist: closes the connections; NCCL warns without it.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    args = parse_args()  # dist: once, in the process that starts the others
-    if args.nr >= args.nodes or (args.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()):
-        processes.fail("-n N: give each machine an -nr from 0 to N-1, and set MASTER_ADDR and MASTER_PORT on all of "
-                       "them to an address and a free port of the first")  # dist: else they wait for each other
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # dist: where the processes meet
-    os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # dist: any free port, on one machine
-    processes.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))  # dist: join passes signals on to them
+    with launch.plain_exits():
+        # dist: once, in the process that starts the others.
+        args = parse_args()
+        address = {"MASTER_ADDR", "MASTER_PORT"}
+        if args.nr >= args.nodes or (args.nodes > 1 and not address <= os.environ.keys()):
+            # dist: else they wait for each other.
+            raise InputError(
+                "-n N: give each machine an -nr from 0 to N-1, and set MASTER_ADDR and MASTER_PORT "
+                "on all of them to an address and a free port of the first"
+            )
+        # dist: where the processes meet: on one machine, at any free port.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
+        # dist: passes signals on to them, and waits.
+        spawn.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))

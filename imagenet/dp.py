@@ -3,8 +3,9 @@
     python imagenet/dp.py
     CUDA_VISIBLE_DEVICES=0,1 python imagenet/dp.py
 
---batch-size is the whole batch, split over the GPUs. DataParallel copies the model to every GPU in every step, and one
-Python process drives them all; PyTorch's documentation recommends DistributedDataParallel: ddp_launch.py.
+Read it beside single.py. --batch-size is the whole batch, split over the GPUs. DataParallel copies
+the model to every GPU in every step, and one Python process drives them all; PyTorch's
+documentation recommends DistributedDataParallel: ddp_launch.py.
 """
 
 import sys
@@ -17,88 +18,234 @@ from torch import nn
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-from common import flags, processes, schedule
-from common.data import DataObject, EpochSampler
-from common.metrics import Metrics
-from common.run import Run
+from common import checkpoint, devices, flags, launch, profiler, schedule
+from common.data import DataObject, EpochSampler, to_device
+from common.errors import InputError
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet")
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="imagenet")
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder with train/ and val/")
+    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
+    add("-a", "--model", "--arch", type=networks.known, default="resnet50", help="of torchvision")
+    add("--epochs", type=flags.positive_int, default=90, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=256, help="in evaluation")
+    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share over all classes")
+    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
     jpegs.add_flags(parser)
-    networks.add_flags(parser)
-    return parser.parse_args()
+    flags.add_run_flags(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = networks.LRS[args.model]
+    return args
 
 
-def train_one_epoch(model, train, optimizer, lr, run):
-    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
-    model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
-    for number, (images, labels) in enumerate(run.progress(train), 1):
-        ends_step = number % run.accumulate == 0
-        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.accumulate).backward()
-        metrics.update(loss, logits, labels)
-        if not ends_step:
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:  # epoch's end, --checkpoint-every, or a signal
-            run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
-            break
-    return metrics.average(train.waited)
+def load_data(args, device):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = jpegs.load(
+        args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
+    )
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, args.accumulate)
+    train_sampler = EpochSampler(len(train_set), batch_size * args.accumulate, seed=args.seed)
+    val_sampler = range(len(val_set))
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
+    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+def averages(total):
+    """The loss (nats) and the accuracies of the sums of all ranks."""
+    return {
+        "loss": total["loss"] / total["images"],
+        "accuracy": total["correct"] / total["images"],
+        "top5": total["correct5"] / total["images"],
+    }
+
+
+def text(result):
+    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
+    return f"loss {result['loss']:.4f} {accuracies}"
+
+
+def add_to(sums, loss, logits, labels):
+    """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
+    sums.add(
+        loss=loss.detach() * len(labels),
+        correct=hits[:, 0].sum(),
+        correct5=hits.sum(),
+        images=len(labels),
+    )
 
 
 @torch.inference_mode()
-def evaluate(model, val, run):
+def evaluate(args, model, val, device, watchdog):
     """Return loss and accuracy over the whole validation set, each image once."""
     model.eval()
-    metrics = Metrics(run.device, top5=True)
-    for images, labels in run.progress(val):
-        logits = model(images)
-        metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    return metrics.average(val.waited)
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        add_to(sums, loss, logits, labels)
+        if args.dry_run:
+            break
+    return averages(sums.total())
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    bare = model.module if isinstance(model, nn.DataParallel) else model
+    state = {"model": bare, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": "DataParallel, world size 1"}
+    if args.evaluate:
+        # Only the weights count, of whatever run.
+        state = {"model": state["model"]}
+        config = {}
+    found = checkpoint.resume(args.resume, args.checkpoint_dir or args.log_dir, state, config)
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    writes = not (args.dry_run or args.evaluate)
+    log = Log(log_dir if writes else None, "images", args.log_seconds)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    watchdog = Watchdog(args.timeout)
+    stop = StopSignal()
+    if args.evaluate:
+        result = evaluate(args, model, val, device, watchdog)
+        log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        return
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for number, batch in enumerate(batches, 1):
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            ends_step = number % args.accumulate == 0
+            images, labels = to_device(batch, device)
+            rates.set(position.epochs_done(len(train.dataset)))
+            logits = model(jpegs.normalise(images))
+            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+            (loss / args.accumulate).backward()
+            add_to(sums, loss, logits, labels)
+            if not ends_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            seed_step(args.seed, position, device)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                total = sums.total(stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        total = sums.total(stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            return
+        train_result = averages(total)
+        val_result = evaluate(args, model, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    train_set, val_set = jpegs.imagenet(args)
-    device = flags.pick_device(args)
-    schedule.divide_batch(args)  # --global-batch-size
-    batch_size = args.batch_size * args.accumulate  # per step
-    train_sampler = EpochSampler(len(train_set), batch_size, args.seed)
-    val_sampler = range(len(val_set))
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
+    launch.check_world_size(1)
+    device = devices.pick(args.device)
+    devices.tune(device)
+    train, val = load_data(args, device)
+    networks.check(args, device)
     torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes)
+    model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    # dist: all take part.
+    gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []
+    if args.compile and len(gpus) > 1:
+        # dist: a copy on another GPU would call the first one's compiled model.
+        raise InputError(
+            "--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0"
+        )
+    if args.compile:
+        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
     lr = args.lr
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
-    gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []  # dist: all take part
-    if args.compile and len(gpus) > 1:  # dist: a copy on another GPU would call the first one's compiled model
-        processes.fail("--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0")
-    state = {"model": model, "optimizer": optimizer}
-    run = Run(args, f"DataParallel, {len(gpus)} GPUs", device, state, lr)  # dist: one process, so one rank
-    run.resume()  # only with --resume; a folder that holds another run is refused
-    if args.evaluate:
-        networks.report(run, evaluate(model, val, run))
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
+    )
     if gpus:
-        model = nn.DataParallel(model, gpus)  # dist: splits each batch; checkpoints keep the bare model from above
-    for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
-        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
-        if run.stopping:
-            break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))
-        run.log()
-        run.save()
+        # dist: splits each batch, and adds up the gradients on the first GPU.
+        model = nn.DataParallel(model, gpus)
+    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size 1 | {devices.describe(device)}"
+    setup = f"imagenet: DataParallel, {len(gpus)} GPUs | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])
 
 
 if __name__ == "__main__":
-    main()
+    with launch.plain_exits():
+        main()

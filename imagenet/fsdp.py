@@ -1,4 +1,4 @@
-"""Train on ImageNet with fully_shard (FSDP2): each process holds a share of the weights, started by torchrun.
+"""Train on ImageNet with fully_shard (FSDP2): each process holds a share of the weights.
 
     torchrun --nproc-per-node=2 imagenet/fsdp.py
     torchrun --nproc-per-node=2 imagenet/fsdp.py --param-dtype bf16
@@ -7,6 +7,7 @@ Read it beside ddp_launch.py.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -15,118 +16,312 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import default_collate
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-import shards
-from common import flags, processes, schedule, sharded
-from common.data import DataObject, EpochSampler
-from common.metrics import Metrics
-from common.run import Run
+from common import checkpoint, devices, flags, flight_recorder, launch, profiler, schedule, sharded
+from common.data import DataObject, EpochSampler, to_device
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet")
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="imagenet")
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder with train/ and val/")
+    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
+    add("-a", "--model", "--arch", type=networks.known, default="resnet50", help="of torchvision")
+    add("--epochs", type=flags.positive_int, default=90, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=256, help="in evaluation")
+    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share over all classes")
+    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
+    # dist: for small batches.
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    # fsdp: of the gathered weights.
+    add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="in forward and backward")
+    # fsdp: one all-gather less, for more memory.
+    add("--no-reshard-after-forward", action="store_false", dest="reshard", help="keep weights")
+    # dist: torch.distributed.launch passes it.
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
     jpegs.add_flags(parser)
-    networks.add_flags(parser)
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
-    parser.add_argument("--param-dtype", choices=("fp32", "bf16"), default="fp32")  # fsdp: of gathered weights
-    parser.add_argument("--no-reshard-after-forward", action="store_false", dest="reshard")  # fsdp: one all-gather less
-    parser.add_argument("--sharded-checkpoint", action="store_true", help="each rank saves its share")  # fsdp: if large
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # dist: torch.distributed.launch passes it
-    return parser.parse_args()
+    flags.add_run_flags(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = networks.LRS[args.model]
+    return args
 
 
-def train_one_epoch(model, train, optimizer, lr, run):
-    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
-    model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
-    for number, (images, labels) in enumerate(run.progress(train), 1):
-        ends_step = number % run.accumulate == 0
-        model.set_requires_gradient_sync(ends_step)  # fsdp: one reduce-scatter per step
-        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.accumulate).backward()
-        metrics.update(loss, logits, labels)
-        if not ends_step:
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due:  # epoch's end, --checkpoint-every, or a signal
-            shards.save(run)  # fsdp: on all ranks, as each has a share of what rank 0 saves
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
-            break
-    dist.all_reduce(metrics.sums)  # dist: sum over all ranks, then divide once
-    return metrics.average(train.waited)
+def load_data(args, device, rank, world_size):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = jpegs.load(
+        args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
+    )
+    # dist: all ranks share --global-batch-size.
+    batch_size = schedule.per_process(
+        args.batch_size, args.global_batch_size, world_size * args.accumulate
+    )
+    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    train_sampler = EpochSampler(
+        len(train_set), batch_size * args.accumulate, rank, world_size, seed=args.seed
+    )
+    # dist: each image once; torch's DistributedSampler repeats some, which count twice.
+    val_sampler = range(rank, len(val_set), world_size)
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
+    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
 
 
-@torch.no_grad()  # fsdp: not inference_mode(): the first forward makes FSDP's buffers, and can be this one
-def evaluate(model, val, run):
+def averages(total):
+    """The loss (nats) and the accuracies of the sums of all ranks."""
+    return {
+        "loss": total["loss"] / total["images"],
+        "accuracy": total["correct"] / total["images"],
+        "top5": total["correct5"] / total["images"],
+    }
+
+
+def text(result):
+    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
+    return f"loss {result['loss']:.4f} {accuracies}"
+
+
+def add_to(sums, loss, logits, labels):
+    """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
+    sums.add(
+        loss=loss.detach() * len(labels),
+        correct=hits[:, 0].sum(),
+        correct5=hits.sum(),
+        images=len(labels),
+    )
+
+
+# fsdp: not inference_mode(): the first forward makes buffers of FSDP, and can be this one.
+@torch.no_grad()
+def evaluate(args, model, val, device, watchdog, world_size):
     """Return loss and accuracy over the whole validation set, each image once."""
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)  # dist: BatchNorm's statistics differ; evaluate with rank 0's, which are saved
+        dist.broadcast(buffer, src=0)
     model.eval()
-    metrics = Metrics(run.device, top5=True)
-    for images, labels in run.progress(val):
-        logits = model(images)
-        metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    sharded.even_out(model, val, run)  # fsdp: forward gathers weights, so all ranks have to call it equally often
-    dist.all_reduce(metrics.sums)  # dist: each rank evaluated only its share
-    return metrics.average(val.waited)
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        add_to(sums, loss, logits, labels)
+        if args.dry_run:
+            break
+    # fsdp: forward gathers weights, so all ranks have to call it equally often.
+    most = 1 if args.dry_run else math.ceil(len(val.dataset) / (args.test_batch_size * world_size))
+    if len(val.loader) < most:
+        images, _ = default_collate([val.dataset[0]])
+        model(jpegs.normalise(images.to(device)))
+    # dist: each rank evaluated only its share: sum over all, then divide once.
+    return averages(sums.total(dist.all_reduce))
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # fsdp: whole in the checkpoint, so that any recipe can load it.
+    state = {"model": sharded.WholeModel(model), "optimizer": sharded.WholeOptimizer(optimizer)}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": f"FSDP, torchrun, world size {world_size}"}
+    if args.evaluate:
+        # Only the weights count, of whatever run.
+        state = {"model": state["model"]}
+        config = {}
+    # dist: flags of the launch and of communication may differ in a run that goes on.
+    may_differ = checkpoint.MAY_DIFFER | {"sync_bn", "local_rank", "param_dtype", "reshard"}
+    found = checkpoint.resume(
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
+        # dist: to check that all ranks read the same file.
+        all_reduce=dist.all_reduce,
+    )
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not (args.dry_run or args.evaluate) and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    # dist: before it ends a rank that waits, the rank writes what it communicated last.
+    recorder = flight_recorder.writer(args.log_dir, rank, world_size, device)
+    watchdog = Watchdog(args.timeout, before_end=recorder)
+    stop = StopSignal()
+    if args.evaluate:
+        result = evaluate(args, model, val, device, watchdog, world_size)
+        log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        return
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        # fsdp: on all ranks, as each has a share of what rank 0 saves.
+        whole = {name: part.state_dict() for name, part in state.items()}
+        if writes:
+            checkpoint.save(folder, whole, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device, rank)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for number, batch in enumerate(batches, 1):
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            ends_step = number % args.accumulate == 0
+            images, labels = to_device(batch, device)
+            # fsdp: one all-reduce per step, as no_sync() does.
+            model.set_requires_gradient_sync(ends_step)
+            rates.set(position.epochs_done(len(train.dataset)))
+            logits = model(jpegs.normalise(images))
+            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+            (loss / args.accumulate).backward()
+            add_to(sums, loss, logits, labels)
+            if not ends_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            # dist: each rank draws its own dropout.
+            seed_step(args.seed, position, device, rank)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                # dist: also sums the flag: ranks that stop at different steps wait for each other.
+                total = sums.total(dist.all_reduce, stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        # dist: over all ranks.
+        total = sums.total(dist.all_reduce, stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            # dist: torchrun --max-restarts starts the ranks again that were not told to stop.
+            launch.restart_unless_told(stop)
+            return
+        train_result = averages(total)
+        val_result = evaluate(args, model, val, device, watchdog, world_size)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = jpegs.imagenet(args)
-    local_rank, local_world_size = processes.torchrun_env()  # dist: torchrun sets both, for each machine
-    device = flags.pick_device(args, local_rank, local_world_size)  # dist: one device per process
+    # dist: else a rank waits for ever when its launcher is killed.
+    launch.die_with_parent()
+    # dist: torchrun sets both, for each machine.
+    local_rank, local_world_size = launch.torchrun_env()
+    # dist: one device per process.
+    device = devices.pick(args.device, local_rank, local_world_size)
+    devices.tune(device)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # dist: first, or every rank opens a context on GPU 0
-    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)  # dist: NCCL for CUDA
-    rank, world_size = dist.get_rank(), dist.get_world_size()  # dist: over all machines
-    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
-    batch_size = args.batch_size * args.accumulate  # per step
-    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
+        # dist: first, or every rank opens a context on GPU 0.
+        torch.accelerator.set_device_index(device.index)
+    # dist: NCCL for CUDA, Gloo on a CPU.
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
+    # dist: over all machines.
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch.check_world_size(world_size)
+    train, val = load_data(args, device, rank, world_size)
+    networks.check(args, device)
     torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes)
+    model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)
     if args.sync_bn:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)  # dist: statistics of the global batch
-    lr = args.lr * schedule.lr_factor(args, world_size)  # dist: the global batch is world_size times larger
-    model.to(memory_format=torch.contiguous_format)  # fsdp: it refuses NHWC weights; the images stay NHWC
-    mesh = dist.init_device_mesh(device.type, (world_size,))  # fsdp: else it takes the GPU, also with --device cpu
-    low, high = (torch.bfloat16, torch.float32) if args.param_dtype == "bf16" else (None, None)  # fsdp: None: fp32
-    if low and (norms := [module for module in model.modules() if isinstance(module, _BatchNorm)]):
-        fully_shard(norms, mesh=mesh)  # fsdp: BatchNorm stays fp32, like its running statistics
-    for block in sharded.blocks(model):  # fsdp: each is gathered when forward and backward reach it, and then freed
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high), reshard_after_forward=args.reshard)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, high, high))  # fsdp: before the optimizer
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
-    state = {"model": model, "optimizer": optimizer}
-    sharded.set_up(model, optimizer, shards.load)  # fsdp: foreach, as fused SGD takes no shards; and how to load them
-    run = Run(args, "FSDP, torchrun", device, state, lr, rank, world_size, dist.all_reduce)  # dist: to stop together
-    run.resume(shards.read)  # fsdp: with --resume, from a file or from shards; a folder of another run is refused
-    if args.evaluate:
-        networks.report(run, evaluate(model, val, run))
-    for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
-        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
-        if run.stopping:
-            break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))  # fsdp: nothing is wrapped
-        if rank == 0:  # dist: only rank 0 writes
-            run.log()
-        shards.save(run)  # fsdp: all ranks give their shares
+        # dist: statistics of the global batch.
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    if args.compile:
+        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+    # dist: the global batch is world_size times larger.
+    lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    # fsdp: it refuses NHWC weights; the images stay NHWC.
+    model.to(memory_format=torch.contiguous_format)
+    # fsdp: else it takes the GPU, also with --device cpu.
+    mesh = dist.init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy()
+    root_policy = policy
+    if args.param_dtype == "bf16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        # fsdp: logits in fp32, for the loss.
+        root_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        if norms:
+            # fsdp: BatchNorm stays fp32, like its running statistics.
+            fully_shard(norms, mesh=mesh)
+    for block in sharded.blocks(model):
+        # fsdp: each is gathered when forward and backward reach it, and then freed.
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
+    # fsdp: before the optimizer, which then has a share of each weight.
+    fully_shard(model, mesh=mesh, mp_policy=root_policy)
+    # fsdp: foreach, as fused SGD takes no shards.
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, foreach=True
+    )
+    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"imagenet: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
 if __name__ == "__main__":
-    main()
-    dist.destroy_process_group()  # dist: closes the connections; NCCL warns without it
+    with launch.plain_exits():
+        main()
+        # dist: closes the connections; NCCL warns without it.
+        dist.destroy_process_group()

@@ -2,10 +2,11 @@
 
     horovodrun -np 2 python imagenet/hvd.py
     horovodrun --gloo -np 2 python imagenet/hvd.py
-    mpirun -np 2 --bind-to none -map-by slot python imagenet/hvd.py --fp16-allreduce
-    mpirun -np 2 --bind-to none -map-by slot python imagenet/hvd.py --use-adasum
+    mpirun -np 2 --bind-to none --map-by slot python imagenet/hvd.py --fp16-allreduce
+    mpirun -np 2 --bind-to none --map-by slot python imagenet/hvd.py --use-adasum
 
-HOROVOD_TIMELINE=/tmp/timeline.json records the phases of each tensor's all-reduce, for chrome://tracing or Perfetto.
+Read it beside single.py. HOROVOD_TIMELINE=/tmp/timeline.json records the phases of each tensor's
+all-reduce, for chrome://tracing or Perfetto.
 """
 
 import os
@@ -16,114 +17,320 @@ import horovod.torch as hvd  # built by scripts/install_horovod.sh
 import torch
 import torch.nn.functional as F
 
-os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # dist: a rank that waits for MPI frees its core
+# dist: a rank that waits for MPI frees its core.
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
-from common import flags, processes, schedule
-from common.data import DataObject, EpochSampler
-from common.metrics import Metrics
-from common.run import Run
+from common import checkpoint, devices, flags, launch, profiler, schedule
+from common.data import DataObject, EpochSampler, to_device
+from common.errors import InputError
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
 
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="imagenet")
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="imagenet")
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder with train/ and val/")
+    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
+    add("-a", "--model", "--arch", type=networks.known, default="resnet50", help="of torchvision")
+    add("--epochs", type=flags.positive_int, default=90, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=256, help="in evaluation")
+    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share over all classes")
+    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
+    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
+    # dist: for small batches.
+    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    # dist: half the bytes.
+    add("--fp16-allreduce", action="store_true", help="send gradients as fp16")
+    # dist: instead of averaging.
+    add("--use-adasum", action="store_true", help="reduce gradients by Adasum")
     jpegs.add_flags(parser)
-    networks.add_flags(parser)
-    parser.add_argument("--sync-bn", action="store_true", help="BatchNorm over all GPUs")  # dist: for small batches
-    parser.add_argument("--fp16-allreduce", action="store_true", help="send gradients as fp16")  # dist: half the bytes
-    parser.add_argument("--use-adasum", action="store_true", help="reduce by Adasum")  # dist: instead of averaging
-    return parser.parse_args()
+    flags.add_run_flags(parser)
+    args = parser.parse_args()
+    if args.lr is None:
+        args.lr = networks.LRS[args.model]
+    return args
 
 
-def train_one_epoch(model, train, optimizer, lr, run):
-    """Take one step per --accumulate batches; return the loss and accuracy seen during training."""
-    model.train()
-    metrics = Metrics(run.device, before=run.sums, top5=True)  # before: the sums of a resumed epoch, over all ranks
-    for number, (images, labels) in enumerate(run.progress(train), 1):
-        ends_step = number % run.accumulate == 0
-        for group in optimizer.param_groups:  # in each step: warm-up, then a cosine to 0
-            group["lr"] = schedule.warmup_cosine(run.args, lr, run.epoch + run.samples / len(train.dataset))
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, label_smoothing=run.args.label_smoothing)
-        (loss / run.accumulate).backward()
-        metrics.update(loss, logits, labels)
-        if not ends_step:
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-        run.step(metrics)  # advances the position, which a checkpoint holds beside the weights
-        if run.save_due and hvd.rank() == 0:  # dist: rank 0 writes; epoch's end, --checkpoint-every, or a signal
-            run.save()
-        if run.stopping:  # SIGTERM or SIGUSR1 on any rank: all ranks stop after this step, which is saved
-            break
-    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: sum over all ranks, then divide once
-    return metrics.average(train.waited)
+def load_data(args, device, rank, world_size):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = jpegs.load(
+        args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
+    )
+    # dist: all ranks share --global-batch-size.
+    batch_size = schedule.per_process(
+        args.batch_size, args.global_batch_size, world_size * args.accumulate
+    )
+    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    train_sampler = EpochSampler(
+        len(train_set), batch_size * args.accumulate, rank, world_size, seed=args.seed
+    )
+    # dist: each image once; torch's DistributedSampler repeats some, which count twice.
+    val_sampler = range(rank, len(val_set), world_size)
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
+    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+# dist: DDP's counterpart, dist.all_reduce, works in place, too.
+def all_reduce(tensor):
+    hvd.allreduce_(tensor, op=hvd.Sum, name="sums")
+
+
+def averages(total):
+    """The loss (nats) and the accuracies of the sums of all ranks."""
+    return {
+        "loss": total["loss"] / total["images"],
+        "accuracy": total["correct"] / total["images"],
+        "top5": total["correct5"] / total["images"],
+    }
+
+
+def text(result):
+    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
+    return f"loss {result['loss']:.4f} {accuracies}"
+
+
+def add_to(sums, loss, logits, labels):
+    """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
+    hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
+    sums.add(
+        loss=loss.detach() * len(labels),
+        correct=hits[:, 0].sum(),
+        correct5=hits.sum(),
+        images=len(labels),
+    )
 
 
 @torch.inference_mode()
-def evaluate(model, val, run):
+def evaluate(args, model, val, device, watchdog):
     """Return loss and accuracy over the whole validation set, each image once."""
-    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # dist: BatchNorm's statistics differ
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
     model.eval()
-    metrics = Metrics(run.device, top5=True)
-    for images, labels in run.progress(val):
-        logits = model(images)
-        metrics.update(F.cross_entropy(logits, labels), logits, labels)
-    hvd.allreduce_(metrics.sums, op=hvd.Sum)  # dist: each rank evaluated only its share
-    return metrics.average(val.waited)
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        add_to(sums, loss, logits, labels)
+        if args.dry_run:
+            break
+    # dist: each rank evaluated only its share: sum over all, then divide once.
+    return averages(sums.total(all_reduce))
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    state = {"model": model, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": f"Horovod, world size {world_size}"}
+    if args.evaluate:
+        # Only the weights count, of whatever run.
+        state = {"model": state["model"]}
+        config = {}
+    # dist: flags of the launch and of communication may differ in a run that goes on.
+    may_differ = checkpoint.MAY_DIFFER | {"sync_bn", "fp16_allreduce", "use_adasum"}
+    found = checkpoint.resume(
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
+        # dist: to check that all ranks read the same file.
+        all_reduce=all_reduce,
+    )
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not (args.dry_run or args.evaluate) and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    watchdog = Watchdog(args.timeout)
+    stop = StopSignal()
+    if args.evaluate:
+        result = evaluate(args, model, val, device, watchdog)
+        log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        return
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device, rank)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for number, batch in enumerate(batches, 1):
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            ends_step = number % args.accumulate == 0
+            images, labels = to_device(batch, device)
+            rates.set(position.epochs_done(len(train.dataset)))
+            logits = model(jpegs.normalise(images))
+            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+            (loss / args.accumulate).backward()
+            add_to(sums, loss, logits, labels)
+            if not ends_step:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            # dist: each rank draws its own dropout.
+            seed_step(args.seed, position, device, rank)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                # dist: also sums the flag: ranks that stop at different steps wait for each other.
+                total = sums.total(all_reduce, stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        # dist: over all ranks.
+        total = sums.total(all_reduce, stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            return
+        train_result = averages(total)
+        val_result = evaluate(args, model, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
+
+
+# dist: what only Horovod can lack.
+def check_horovod(args, device):
+    """Raise InputError if this build of Horovod cannot do what the flags ask for."""
+    if device.type != "cpu" and not hvd.nccl_built():
+        raise InputError(
+            "Horovod was built without NCCL: run scripts/install_horovod.sh again, "
+            "or use --device cpu"
+        )
+    groups = hvd.size() // averaged(args, device)
+    if args.use_adasum and not (hvd.mpi_enabled() and groups.bit_count() == 1):
+        raise InputError(
+            "--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes "
+            "(with NCCL: machines)"
+        )
+
+
+# dist: with Adasum, only NCCL averages, on each machine; the rest needs no larger rate.
+def averaged(args, device):
+    """The number of gradients that are averaged to one."""
+    if not args.use_adasum:
+        return hvd.size()
+    return hvd.local_size() if device.type != "cpu" else 1
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()  # Ctrl-C ends the run, unsaved; SIGTERM saves, then stops all ranks
-    processes.die_with_parent()  # dist: else a rank waits forever when its launcher is killed
-    train_set, val_set = jpegs.imagenet(args)
-    hvd.init()  # dist: joins the processes that horovodrun or mpirun started
-    rank, world_size = hvd.rank(), hvd.size()  # dist: over all machines
-    device = flags.pick_device(args, hvd.local_rank(), hvd.local_size())  # dist: one device per process
-    processes.share_cores(hvd.local_size())  # dist: else each process starts a thread per core
+    # dist: else a rank waits for ever when its launcher is killed.
+    launch.die_with_parent()
+    # dist: joins the processes that horovodrun or mpirun started.
+    hvd.init()
+    # dist: over all machines.
+    rank, world_size = hvd.rank(), hvd.size()
+    launch.check_world_size(world_size)
+    # dist: one device per process.
+    device = devices.pick(args.device, hvd.local_rank(), hvd.local_size())
+    # dist: else each process starts a thread per core.
+    launch.share_cores(hvd.local_size())
+    devices.tune(device)
+    check_horovod(args, device)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # dist: else every rank opens a context on GPU 0
-    if device.type != "cpu" and not hvd.nccl_built():  # dist: else it fails in the first step
-        processes.fail("Horovod was built without NCCL: run scripts/install_horovod.sh again, or use --device cpu")
-    averaged = hvd.local_size() if device.type != "cpu" else 1  # dist: with Adasum, NCCL averages on each machine
-    if args.use_adasum and not (hvd.mpi_enabled() and (world_size // averaged).bit_count() == 1):  # dist: a power of 2
-        processes.fail("--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes (NCCL: machines)")
-    schedule.divide_batch(args, world_size)  # dist: all ranks share --global-batch-size
-    batch_size = args.batch_size * args.accumulate  # per step
-    train_sampler = EpochSampler(len(train_set), batch_size, args.seed, rank, world_size)  # dist: its own share
-    val_sampler = range(rank, len(val_set), world_size)  # dist: each image once; DistributedSampler repeats some
-    train = DataObject(train_set, train_sampler, args.batch_size, device, args.workers)
-    val = DataObject(val_set, val_sampler, args.test_batch_size, device, args.workers)
+        # dist: else every rank opens a context on GPU 0.
+        torch.accelerator.set_device_index(device.index)
+    train, val = load_data(args, device, rank, world_size)
+    networks.check(args, device)
     torch.manual_seed(args.seed)
-    model = networks.build(args, device, train_set.classes)
-    model.to(memory_format=torch.contiguous_format)  # dist: Horovod sends only NCHW, --channels-last or not
+    model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)
     if args.sync_bn:
-        model = networks.replace_batch_norm(model, hvd.SyncBatchNorm)  # dist: statistics of the global batch
-    lr = args.lr * schedule.lr_factor(args, averaged if args.use_adasum else world_size)  # dist: larger batch
-    optimizer = torch.optim.SGD(networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True)
+        # dist: statistics of the global batch.
+        model = networks.replace_batch_norm(model, hvd.SyncBatchNorm)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    # dist: Horovod sends only NCHW, --channels-last or not.
+    model.to(memory_format=torch.contiguous_format)
+    if args.compile:
+        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+    # dist: the global batch is world_size times larger.
+    lr = args.lr * schedule.lr_factor(args.scale_lr, averaged(args, device), args.global_batch_size)
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
+    )
+    # dist: averages the gradients of all ranks in backward, while others are still computed.
     optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), op=hvd.Adasum if args.use_adasum else hvd.Average,
-        backward_passes_per_step=args.accumulate,  # dist: one all-reduce per step
-        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none)  # dist: averages gradients
-    state = {"model": model, "optimizer": optimizer}
-    run = Run(args, f"Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'}", device, state, lr, rank, world_size,
-              lambda sums: hvd.allreduce_(sums, op=hvd.Sum, name="sums"))  # dist: to stop together
-    run.resume()  # only with --resume; a folder that holds another run is refused
-    if args.evaluate:
-        networks.report(run, evaluate(model, val, run))
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # dist: not broadcast_optimizer_state, which takes a step
-    for epoch in range(run.epoch, args.epochs):
-        train.sampler.set_epoch(epoch, run.samples)  # a new order each epoch; a resumed epoch continues
-        train_metrics = train_one_epoch(model, train, optimizer, lr, run)
-        if run.stopping:
-            break  # it is saved: --resume continues within this epoch
-        run.end_epoch(train_metrics, evaluate(model, val, run))
-        if rank == 0:  # dist: only rank 0 writes
-            run.log()
-            run.save()
+        optimizer,
+        model.named_parameters(),
+        op=hvd.Adasum if args.use_adasum else hvd.Average,
+        # dist: one all-reduce per step.
+        backward_passes_per_step=args.accumulate,
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+    )
+    # dist: all begin with rank 0's weights. Not broadcast_optimizer_state, as it takes a real step
+    # with a fresh SGD.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    # dist: what carries its messages.
+    kind = "MPI" if hvd.mpi_enabled() else "Gloo"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"imagenet: Horovod, {kind} | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
 if __name__ == "__main__":
-    main()
+    with launch.plain_exits():
+        main()

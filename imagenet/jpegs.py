@@ -1,8 +1,8 @@
-"""Folders of JPEG files as datasets of uint8 images: cropping and decoding.
+"""ImageNet, or your own images in folders: cropping and decoding to uint8, and the loaders.
 
-The usual pipeline resizes with Pillow and returns normalised float32. Here torch resizes the uint8 pixels with the same
-antialiased bilinear filter, and a batch stays uint8, a quarter of the bytes, until it is on the device.
-benchmarks/jpeg_loader.py measures the difference.
+The usual pipeline resizes with Pillow and returns normalised float32. Here torch resizes the uint8
+pixels with the same antialiased bilinear filter, and a batch stays uint8, a quarter of the bytes,
+until it is on the device. benchmarks/jpeg_loader.py measures the difference.
 """
 
 import functools
@@ -18,55 +18,75 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomResizedCrop
 
 from common import flags
-from common.data import ImageTensor
-from common.datasets import synthetic
-from common.processes import fail
+from common.data import EpochSampler, Seeded, TensorLoader
+from common.errors import InputError
+from common.workers import data_loader
+from images import data
 
-MEAN_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training images in 0..1, per channel
+# uint8 images [batch, 3, size, size] as floats; the mean and deviation of the training images.
+normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
-def add_flags(p):
-    """Add the flags of the data to the parser `p`."""
-    flags.add_data(p)
-    add = p.add_argument_group("images").add_argument
+def add_flags(parser):
+    """Add the flags of reading images."""
+    add = parser.add_argument_group("images").add_argument
     cores = len(os.sched_getaffinity(0)) // max(1, torch.accelerator.device_count())
-    add("-j", "--workers", type=flags.number(int, 0), default=max(1, cores), metavar="N",
-        help="loader processes of a training process, and as many for validation (default: the cores per GPU)")
-    add("--loader", choices=LOADERS, default="pillow",
-        help="the JPEG decoder; nvimgcodec decodes only the crop (default: %(default)s)")
-    add("--image-size", type=flags.number(int, 32), default=224, metavar="PIXELS", help="height and width")
+    add("-j", "--workers", type=flags.non_negative_int, default=max(1, cores), help="of the loader")
+    add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")
+    add("--image-size", type=flags.image_size, default=224, help="height and width in pixels")
 
 
-def imagenet(args):
-    """ImageNet, or your own images [3, size, size] in the same layout: a dataset for training, one for validation.
+def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str):
+    """ImageNet, or your own images in the same layout: uint8 [3, size, size] and a label.
 
-    Their `classes` is the number of classes. --synthetic repeats 256 generated images, to measure the model alone.
-    Fails if the folders have another layout. Source: O. Russakovsky et al., 2015.
+    Returns a Dataset for training and one for validation, whose `classes` is the number of
+    classes. With `synthetic`, 256 generated images are repeated to that length, to measure the
+    model alone. Raises InputError if the folders have another layout.
+    Source: O. Russakovsky et al., 2015.
     """
-    if args.synthetic:
-        lengths = args.synthetic, max(1, args.synthetic // 5)
-        args.synthetic = min(256, args.synthetic)
-        made = synthetic(args, 3, args.image_size, MEAN_STD)
-        args.synthetic = lengths[0]
-        return tuple(Repeated(one, length) for one, length in zip(made, lengths, strict=True))
-    train, val = image_tree(args.data_dir)
-    return TrainTree(train, args.image_size, args.loader), ValTree(val, args.image_size)
+    if synthetic:
+        made = data.generate(min(256, synthetic), channels=3, size=size, seed=seed)
+        lengths = (synthetic, max(1, synthetic // 5))
+        return tuple(Repeated(*each) for each in zip(made, lengths, strict=True))
+    train, val = image_tree(folder)
+    return TrainTree(train, size, decoder), ValTree(val, size)
 
 
-class Repeated(ImageTensor):
-    """The images of an ImageTensor, repeated to `length`."""
+def loader(dataset, sampler, batch_size: int, workers: int, device: torch.device):
+    """The batches of a dataset that `load` returned; in training each epoch crops anew."""
+    if isinstance(dataset, Repeated):
+        return RepeatedLoader(dataset.images, sampler, batch_size, device)
+    if isinstance(sampler, EpochSampler):
+        dataset = Seeded(dataset, sampler)
+    return data_loader(dataset, sampler, batch_size, workers, pin_memory=device.type != "cpu")
+
+
+class Repeated(Dataset):
+    """The images of a TensorDataset, repeated to `length`."""
 
     classes = 1000  # of which ten occur
 
-    def __init__(self, dataset, length):
-        super().__init__(dataset.images, dataset.labels, dataset.mean_std)
+    def __init__(self, images, length):
+        self.images = images
         self.length = length
 
     def __len__(self):
         return self.length
 
-    def batches(self, indices, batch_size, epoch):
-        return super().batches(indices % len(self.labels), batch_size, epoch)
+    def __getitem__(self, index):
+        return self.images[index % len(self.images)]
+
+
+class RepeatedLoader(TensorLoader):
+    """A TensorLoader whose dataset repeats."""
+
+    def __iter__(self):
+        images, labels = self.tensors
+        indices = torch.tensor(list(self.sampler), dtype=torch.int64) % len(labels)
+        if len(indices) == 0:
+            return
+        for batch in indices.to(labels.device).split(self.batch_size):
+            yield [images.index_select(0, batch), labels.index_select(0, batch)]
 
 
 class Tree(Dataset):
@@ -74,8 +94,6 @@ class Tree(Dataset):
 
     A list of 1.3 million str would be copied in each worker, as reading an object changes its reference count.
     """
-
-    mean_std = MEAN_STD
 
     def __init__(self, tree, size):
         self.paths = np.array([os.fsencode(path) for path, _ in tree.samples])
@@ -108,20 +126,26 @@ class ValTree(Tree):
         """uint8 [3, size, size] and its label."""
         image = pillow(self.path(index), lambda height, width: (0, 0, height, width))
         short, sides = int(self.size * 256 / 224), image.shape[-2:]
-        height, width = (short if side == min(sides) else int(short * side / min(sides)) for side in sides)
+        height, width = (
+            short if side == min(sides) else int(short * side / min(sides)) for side in sides
+        )
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
-        image = resize(image, height, width)[:, top:top + self.size, left:left + self.size]
+        image = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
         return image.contiguous(), int(self.labels[index])
 
 
 def random_box(height, width):
     """A random crop (top, left, height, width), drawn by torchvision: 8 to 100% of the area, aspect 3:4 to 4:3."""
-    return RandomResizedCrop.get_params(torch.empty(3, height, width, device="meta"), (0.08, 1), (3 / 4, 4 / 3))
+    return RandomResizedCrop.get_params(
+        torch.empty(3, height, width, device="meta"), (0.08, 1), (3 / 4, 4 / 3)
+    )
 
 
 def resize(image, height, width):
     """Resize uint8 [3, h, w] to [3, height, width], bilinear and antialiased; within two grey levels of Pillow."""
-    return F.interpolate(image.unsqueeze(0), size=(height, width), mode="bilinear", antialias=True)[0]
+    return F.interpolate(image.unsqueeze(0), size=(height, width), mode="bilinear", antialias=True)[
+        0
+    ]
 
 
 class BrokenImage(ValueError):
@@ -135,7 +159,9 @@ def open_image(path):
             image.load()
         return image if image.mode == "RGB" else image.convert("RGB")  # convert() always copies
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BrokenImage(f"{path} is not an image that can be read: delete it, or fetch it again") from error
+        raise BrokenImage(
+            f"{path} is not an image that can be read: delete it, or fetch it again"
+        ) from error
 
 
 def pillow(path, box_of):
@@ -145,7 +171,9 @@ def pillow(path, box_of):
     """
     image = open_image(path)
     top, left, height, width = box_of(image.height, image.width)
-    return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(2, 0, 1)
+    return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(
+        2, 0, 1
+    )
 
 
 def nvimgcodec():
@@ -155,23 +183,33 @@ def nvimgcodec():
     @functools.cache
     def decoder():
         """Created in the worker process: it has a thread, which would not survive a fork."""
-        return codec.Decoder(device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY, max_num_cpu_threads=1,
-                             backends=[codec.Backend(codec.CPU_ONLY)])
+        return codec.Decoder(
+            device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
+            max_num_cpu_threads=1,
+            backends=[codec.Backend(codec.CPU_ONLY)],
+        )
 
     params = codec.DecodeParams(apply_exif_orientation=False)  # like Pillow
 
     def crop(path, box_of):
         content = Path(path).read_bytes()
         if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
-            return pillow(path, box_of)  # it also reads PNG (ImageNet has one), and notices a truncated file
+            return pillow(
+                path, box_of
+            )  # it also reads PNG (ImageNet has one), and notices a truncated file
         try:
             stream = codec.CodeStream(content)
             top, left, height, width = box_of(stream.height, stream.width)
             region = codec.Region(top, left, top + height, left + width)
             pixels = decoder().decode(stream.get_sub_code_stream(region=region), params=params)
             return torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)
-        except (RuntimeError, TypeError) as error:  # decode() returns None for what it cannot decode
-            raise BrokenImage(f"{path} is not an image that can be read: delete it, or fetch it again") from error
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # decode() returns None for what it cannot decode
+            raise BrokenImage(
+                f"{path} is not an image that can be read: delete it, or fetch it again"
+            ) from error
 
     return crop
 
@@ -187,18 +225,26 @@ def image_tree(folder):
     trees = []
     for path in (Path(folder, "train"), Path(folder, "val")):
         if not path.is_dir():
-            fail(f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and val/<class>/*.JPEG "
-                 "(ImageNet: https://image-net.org/download); or train with --synthetic")
+            raise InputError(
+                f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and val/<class>/*.JPEG "
+                "(ImageNet: https://image-net.org/download); or train with --synthetic"
+            )
         try:
             trees.append(ImageFolder(path))
         except OSError as error:
             if any(path.glob("*.JPEG")):
-                fail(f"{path} has all images in one folder, as in the archive: sort them by class, with "
-                     "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh")
-            fail(f"{path}: {str(error).splitlines()[0]}: it needs a folder of images for each class")
+                raise InputError(
+                    f"{path} has all images in one folder, as in the archive: sort them by class, with "
+                    "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh"
+                )
+            raise InputError(
+                f"{path}: {str(error).splitlines()[0]}: it needs a folder of images for each class"
+            )
     if only := set(trees[0].classes) ^ set(trees[1].classes):
         one = min(only)
         here, there = ("train", "val") if one in trees[0].classes else ("val", "train")
-        fail(f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: the labels would differ "
-             f"({len(only)} such classes)")
+        raise InputError(
+            f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: the labels would differ "
+            f"({len(only)} such classes)"
+        )
     return trees

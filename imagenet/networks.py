@@ -1,4 +1,4 @@
-"""All of torchvision's classification models, and the flags of ImageNet's recipes."""
+"""All of torchvision's classification models, for ImageNet."""
 
 import argparse
 import difflib
@@ -6,17 +6,23 @@ import difflib
 import torch
 from torchvision import models as torchvision_models
 
-from common import flags
-from common.metrics import format_metrics
-from common.models import MODELS as SMALL
-from common.processes import fail
+from common.errors import InputError
+from images import models
+
+SMALL = {"convnet": models.ConvNet, "lenet": models.LeNet}
 
 # These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another optimizer
 SMALL_RATE = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
 # The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any size
-LRS = {"resnet50": 0.1, "convnet": 0.02, "lenet": 0.02, **{
-    name: 0.01 if name.startswith(SMALL_RATE) and not name.endswith("_bn") else 0.1
-    for name in torchvision_models.list_models(module=torchvision_models)}}
+LRS = {
+    "resnet50": 0.1,
+    "convnet": 0.02,
+    "lenet": 0.02,
+    **{
+        name: 0.01 if name.startswith(SMALL_RATE) and not name.endswith("_bn") else 0.1
+        for name in torchvision_models.list_models(module=torchvision_models)
+    },
+}
 
 
 def known(name):
@@ -27,35 +33,30 @@ def known(name):
     return name
 
 
-def add_flags(p):
-    """Add the flags of training to the parser `p`, with ImageNet's defaults and ImageNet's own flags."""
-    flags.add_training(p, LRS, epochs=90, batch_size=256, test_batch_size=256, model=known)
-    flags.add_sgd(p, weight_decay=1e-4, warmup_epochs=5)
-    add = p.add_argument_group("ImageNet").add_argument
-    add("--label-smoothing", type=flags.number(float, 0, high=1), default=0.1, metavar="SHARE",
-        help="share of the target that is spread over all classes (default: %(default)s)")
-    add("--accumulate", type=flags.COUNT, default=1, metavar="N",
-        help="batches per step: -b 64 --accumulate 4 trains like -b 256, in less memory (default: %(default)s)")
-    add("--evaluate", action="store_true", help="only evaluate the checkpoint that --resume names")
-
-
-def build(args, device, classes):
-    """Return the model that --model names, on `device`, for images [batch, 3, --image-size, --image-size]."""
+def check(args, device):
+    """Raise InputError if the flags of ImageNet do not fit each other or the device."""
     if args.evaluate and not args.resume:
-        fail("--evaluate needs a checkpoint: --resume FILE, or --resume auto with the --log-dir of a run")
+        raise InputError(
+            "--evaluate needs a checkpoint: --resume FILE, or --resume auto with the --log-dir "
+            "of a run"
+        )
     if getattr(args, "sync_bn", False) and device.type == "cpu":
-        fail("--sync-bn: BatchNorm over all processes works on GPUs only")
-    if args.model in SMALL:
-        model = SMALL[args.model](3, args.image_size, classes)
-    else:
-        model = _torchvision_model(args.model, args.image_size, classes)
-    return flags.to_device(model, args, device)
+        raise InputError("--sync-bn: BatchNorm over all processes works on GPUs only")
+
+
+def build(name, size, classes):
+    """The model that --model names, for images [batch, 3, size, size]; raises InputError."""
+    if name in SMALL:
+        return SMALL[name](3, size, classes)
+    return _torchvision_model(name, size, classes)
 
 
 def _torchvision_model(name, size, classes):
     """Build it, and try it on an image of that size: some need at least 75 pixels, or a multiple of 16."""
-    options = {"googlenet": {"aux_logits": False, "init_weights": True},  # one output, also in training
-               "inception_v3": {"aux_logits": False, "init_weights": True}}.get(name, {})
+    options = {
+        "googlenet": {"aux_logits": False, "init_weights": True},  # one output, also in training
+        "inception_v3": {"aux_logits": False, "init_weights": True},
+    }.get(name, {})
     if name.startswith("vit_"):
         options["image_size"] = size
     try:
@@ -64,14 +65,10 @@ def _torchvision_model(name, size, classes):
             model.eval()(torch.zeros(1, 3, size, size))
         return model
     except (RuntimeError, ValueError, AssertionError) as error:
-        return fail(f"{name} takes no images of {size}x{size} ({' '.join(str(error).split())[:160]}): choose another "
-                    "--image-size")
-
-
-def report(run, val):
-    """Print, on rank 0, the result of --evaluate; `val` is a result of Metrics.average."""
-    if run.rank == 0:
-        print(f"{val['images']:,} val images: {format_metrics(val)} | {val['images_per_sec']:,.0f} images/s")
+        raise InputError(
+            f"{name} takes no images of {size}x{size} ({' '.join(str(error).split())[:160]}): choose another "
+            "--image-size"
+        )
 
 
 def decay_groups(model, weight_decay):
@@ -79,15 +76,22 @@ def decay_groups(model, weight_decay):
 
     Source: He et al. 2018, arXiv:1812.01187, section 3.1.
     """
-    weights, others = ([p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False))
-    return [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0}]
+    weights, others = (
+        [p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)
+    )
+    return [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0},
+    ]
 
 
 def replace_batch_norm(model, kind):
     """Replace each BatchNorm layer of `model`, in place, by one of class `kind` with the same arguments and weights."""
     for name, part in model.named_children():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-            layer = kind(part.num_features, part.eps, part.momentum, part.affine, part.track_running_stats)
+            layer = kind(
+                part.num_features, part.eps, part.momentum, part.affine, part.track_running_stats
+            )
             layer.load_state_dict(part.state_dict())
             setattr(model, name, layer.to(part.weight.device))
         else:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common.processes import fail
 from torch.distributed.tensor import DTensor
 
 from common import checkpoint, sharded
-from common.processes import fail
 
 
 class Shard(NamedTuple):
@@ -48,9 +48,14 @@ def save(run):
         dcp.save(shards, checkpoint_id=folder)
     except dcp.api.CheckpointException as error:
         shutil.rmtree(folder, ignore_errors=True)  # frees its space on a full disk
-        fail(f"cannot write {folder} ({' '.join(str(error).split())[-120:]}); last.pt is the newest checkpoint", 1)
+        fail(
+            f"cannot write {folder} ({' '.join(str(error).split())[-120:]}); last.pt is the newest checkpoint",
+            1,
+        )
     files = [None] * run.world_size
-    dist.all_gather_object(files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")})
+    dist.all_gather_object(
+        files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")}
+    )
     if run.rank == 0:
         files = {name: crc for each in files for name, crc in each.items()}
         files[".metadata"] = _crc32(folder / ".metadata")
@@ -79,7 +84,8 @@ def read(path):
                 raise checkpoint.CorruptCheckpoint(f"{folder / name} is damaged, or missing")
         for name in ("model", "optimizer"):
             saved[name] = sharded.leaves(
-                saved[name], lambda _, leaf: Shard(folder, leaf) if isinstance(leaf, str) else leaf)
+                saved[name], lambda _, leaf: Shard(folder, leaf) if isinstance(leaf, str) else leaf
+            )
     return saved, fingerprint
 
 

@@ -279,10 +279,10 @@ def main():
     # with a fresh SGD.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    # dist: what carries its messages.
+    kind = "MPI" if hvd.mpi_enabled() else "Gloo"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = (
-        f"mnist: Horovod, {'MPI' if hvd.mpi_enabled() else 'Gloo'} | {place} | {batch} | lr {lr:g}"
-    )
+    setup = f"mnist: Horovod, {kind} | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
