@@ -56,18 +56,26 @@ class WholeOptimizer:
             number: {name: gather(value) for name, value in kept.items()}
             for number, kept in state["state"].items()
         }
-        groups = [group | {"fused": True, "foreach": None} for group in state["param_groups"]]
-        return {"state": whole, "param_groups": groups}
+        return {"state": whole, "param_groups": as_whole(state["param_groups"])}
+
+    def weights(self) -> list:
+        """The parameters, in the order of their numbers in a state_dict."""
+        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def load_state_dict(self, state: dict) -> None:
         """Load a whole state, which every rank has read; each keeps its share."""
         own = self.optimizer.state_dict()
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        weights = self.weights()
         shares = {
             number: {name: share_of(value, weights[number]) for name, value in kept.items()}
             for number, kept in state["state"].items()
         }
         self.optimizer.load_state_dict({"state": shares, "param_groups": own["param_groups"]})
+
+
+def as_whole(groups: list[dict]) -> list[dict]:
+    """The options of parameter groups, as the other recipes have them."""
+    return [group | {"fused": True, "foreach": None} for group in groups]
 
 
 def gather(value):
@@ -77,7 +85,9 @@ def gather(value):
 
 def share_of(value, weight: DTensor):
     """This rank's share of a tensor of the shape of `weight`; anything else as it is."""
-    if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != weight.shape:
         return value
     # src_data_rank=None: nothing is sent, as all ranks have read it.
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

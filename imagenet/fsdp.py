@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
 import networks
+import shards
 from common import checkpoint, devices, flags, flight_recorder, launch, profiler, schedule, sharded
 from common.data import DataObject, EpochSampler, to_device
 from common.log import Log, new_folder
@@ -56,6 +57,8 @@ def parse_args():
     add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
     # fsdp: of the gathered weights.
     add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="in forward and backward")
+    # fsdp: for models whose whole state fits no host.
+    add("--sharded-checkpoint", action="store_true", help="each rank saves its share")
     # fsdp: one all-gather less, for more memory.
     add("--no-reshard-after-forward", action="store_false", dest="reshard", help="keep weights")
     # dist: torch.distributed.launch passes it.
@@ -148,7 +151,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # fsdp: whole in the checkpoint, so that any recipe can load it.
-    state = {"model": sharded.WholeModel(model), "optimizer": sharded.WholeOptimizer(optimizer)}
+    state = {"model": shards.Model(model), "optimizer": shards.Optimizer(optimizer)}
     state |= {"position": position, "sums": sums, "best": best}
     config = vars(args) | {"saved_by": f"FSDP, torchrun, world size {world_size}"}
     if args.evaluate:
@@ -156,7 +159,13 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         state = {"model": state["model"]}
         config = {}
     # dist: flags of the launch and of communication may differ in a run that goes on.
-    may_differ = checkpoint.MAY_DIFFER | {"sync_bn", "local_rank", "param_dtype", "reshard"}
+    may_differ = checkpoint.MAY_DIFFER | {
+        "sync_bn",
+        "local_rank",
+        "param_dtype",
+        "reshard",
+        "sharded_checkpoint",
+    }
     found = checkpoint.resume(
         args.resume,
         args.checkpoint_dir or args.log_dir,
@@ -165,6 +174,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         may_differ,
         # dist: to check that all ranks read the same file.
         all_reduce=dist.all_reduce,
+        # fsdp: from a file, or from shards.
+        read=shards.read,
     )
     log_dir = Path(args.log_dir or new_folder(args.dataset))
     folder = Path(args.checkpoint_dir or log_dir)
@@ -187,9 +198,12 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         # It may take longer than a step.
         watchdog.cancel()
         # fsdp: on all ranks, as each has a share of what rank 0 saves.
-        whole = {name: part.state_dict() for name, part in state.items()}
+        if args.sharded_checkpoint and not args.dry_run:
+            saved = state | shards.save(folder, model, optimizer, position)
+        else:
+            saved = {name: part.state_dict() for name, part in state.items()}
         if writes:
-            checkpoint.save(folder, whole, config, is_best)
+            checkpoint.save(folder, saved, config, is_best)
 
     while not position.finished(args.epochs, args.max_steps):
         # A new order each epoch; a resumed epoch goes on in the same order.

@@ -90,9 +90,10 @@ class RepeatedLoader(TensorLoader):
 
 
 class Tree(Dataset):
-    """The images of an ImageFolder. The paths are one NumPy array, which forked loader workers share.
+    """The images of an ImageFolder. The paths are one NumPy array, which loader workers share.
 
-    A list of 1.3 million str would be copied in each worker, as reading an object changes its reference count.
+    A list of 1.3 million str would be copied in each worker, as reading an object changes its
+    reference count.
     """
 
     def __init__(self, tree, size):
@@ -107,7 +108,10 @@ class Tree(Dataset):
 
 
 class TrainTree(Tree):
-    """Training images, with torchvision's RandomResizedCrop(size) and RandomHorizontalFlip; `loader` is in LOADERS."""
+    """Training images, cropped at random as torchvision's RandomResizedCrop(size), and mirrored.
+
+    `loader` is in LOADERS.
+    """
 
     def __init__(self, tree, size, loader):
         super().__init__(tree, size)
@@ -135,17 +139,18 @@ class ValTree(Tree):
 
 
 def random_box(height, width):
-    """A random crop (top, left, height, width), drawn by torchvision: 8 to 100% of the area, aspect 3:4 to 4:3."""
-    return RandomResizedCrop.get_params(
-        torch.empty(3, height, width, device="meta"), (0.08, 1), (3 / 4, 4 / 3)
-    )
+    """A random crop (top, left, height, width): 8 to 100% of the area, aspect 3:4 to 4:3."""
+    image = torch.empty(3, height, width, device="meta")
+    return RandomResizedCrop.get_params(image, scale=(0.08, 1), ratio=(3 / 4, 4 / 3))
 
 
 def resize(image, height, width):
-    """Resize uint8 [3, h, w] to [3, height, width], bilinear and antialiased; within two grey levels of Pillow."""
-    return F.interpolate(image.unsqueeze(0), size=(height, width), mode="bilinear", antialias=True)[
-        0
-    ]
+    """Resize uint8 [3, h, w] to [3, height, width], bilinear and antialiased.
+
+    The result is within two grey levels of Pillow's.
+    """
+    batch = image.unsqueeze(0)
+    return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
 
 
 class BrokenImage(ValueError):

@@ -1,6 +1,7 @@
-"""--sharded-checkpoint: each rank saves its shares of weights and momentum, for models whose whole state fits no host.
+"""--sharded-checkpoint: each rank saves its shares, for models whose whole state fits no host.
 
-They lie in a folder beside the checkpoint, which names the folder and the CRC-32 of each file in it.
+They lie in a folder beside the checkpoint, which names the folder and the CRC-32 of each file in
+it. All ranks call `save`, and load what `read` returns.
 """
 
 import contextlib
@@ -13,10 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common.processes import fail
 from torch.distributed.tensor import DTensor
 
 from common import checkpoint, sharded
+from common.errors import RunError
+from common.position import Position
 
 
 class Shard(NamedTuple):
@@ -26,89 +28,137 @@ class Shard(NamedTuple):
     name: str
 
 
-def save(run):
-    """sharded.save; with --sharded-checkpoint each rank writes its shards, and then rank 0 the checkpoint."""
-    if run.args.dry_run or not run.args.sharded_checkpoint:
-        return sharded.save(run)
-    folder = [None]
-    if run.rank == 0:
-        remove_unused(run.output.checkpoint_dir)
-        folder = [run.output.checkpoint_dir / f"shards-{run.epoch}-{run.samples}-{time.time_ns()}"]
-    dist.broadcast_object_list(folder)
-    shards, folder = {}, folder[0]
+class Model(sharded.WholeModel):
+    """The state of a sharded model, which can also load shards."""
 
-    def take(path, leaf):
-        if not isinstance(leaf, DTensor):
-            return leaf
-        shards[name := ".".join(map(str, path))] = leaf
+    def load_state_dict(self, state: dict) -> None:
+        weights = dict(self.model.named_parameters())
+        if any(isinstance(value, Shard) for value in state.values()):
+            self.model.load_state_dict(filled(state, weights))
+        else:
+            super().load_state_dict(state)
+
+
+class Optimizer(sharded.WholeOptimizer):
+    """The state of the optimizer of a sharded model, which can also load shards."""
+
+    def load_state_dict(self, state: dict) -> None:
+        weights = dict(enumerate(self.weights()))
+        kept = {
+            number: filled(values, dict.fromkeys(values, weights[number]))
+            for number, values in state["state"].items()
+        }
+        super().load_state_dict({"state": kept, "param_groups": state["param_groups"]})
+
+
+def filled(values: dict, weights: dict) -> dict:
+    """`values` with this rank's share, like that of the weight of that name, for each Shard."""
+    shares = {}
+    for name, value in values.items():
+        if isinstance(value, Shard):
+            shares[value.name] = torch.zeros_like(weights[name])
+            folder = value.folder
+    if not shares:
+        return values
+    try:
+        dcp.load(shares, checkpoint_id=folder)
+    # It is not an Exception.
+    except dcp.api.CheckpointException as error:
+        raise ValueError(error) from error
+    return {
+        name: shares[value.name] if isinstance(value, Shard) else value
+        for name, value in values.items()
+    }
+
+
+def save(folder: Path, model, optimizer, position: Position) -> dict:
+    """Write the shares of all ranks to a new folder in rank 0's `folder`.
+
+    Returns what the checkpoint holds instead of model and optimizer. Raises RunError.
+    """
+    names = [None]
+    if dist.get_rank() == 0:
+        remove_unused(folder)
+        names = [str(folder / f"shards-{position.epoch}-{position.samples}-{time.time_ns()}")]
+    dist.broadcast_object_list(names)
+    to = Path(names[0])
+    shares = {}
+
+    def name_of(value, name):
+        """The name of a share, which is taken; any other value as it is."""
+        if not isinstance(value, DTensor):
+            return value
+        shares[name] = value
         return name
 
-    states = sharded.state_dicts(run, take)
+    weights = {name: name_of(w, f"model.{name}") for name, w in model.state_dict().items()}
+    state = optimizer.state_dict()
+    kept = {
+        number: {name: name_of(v, f"optimizer.{number}.{name}") for name, v in values.items()}
+        for number, values in state["state"].items()
+    }
     try:
-        dcp.save(shards, checkpoint_id=folder)
+        dcp.save(shares, checkpoint_id=to)
     except dcp.api.CheckpointException as error:
-        shutil.rmtree(folder, ignore_errors=True)  # frees its space on a full disk
-        fail(
-            f"cannot write {folder} ({' '.join(str(error).split())[-120:]}); last.pt is the newest checkpoint",
-            1,
-        )
-    files = [None] * run.world_size
-    dist.all_gather_object(
-        files, {path.name: _crc32(path) for path in folder.glob(f"__{run.rank}_*")}
-    )
-    if run.rank == 0:
-        files = {name: crc for each in files for name, crc in each.items()}
-        files[".metadata"] = _crc32(folder / ".metadata")
-        run.save(states | {"shards": {"folder": folder.name, "files": files}})
+        # Frees its space on a full disk.
+        shutil.rmtree(to, ignore_errors=True)
+        reason = " ".join(str(error).split())[-120:]
+        raise RunError(f"cannot write {to} ({reason}); last.pt is the newest checkpoint") from error
+    own_files = {path.name: crc32(path) for path in to.glob(f"__{dist.get_rank()}_*")}
+    files_of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(files_of_ranks, own_files)
+    files = {".metadata": crc32(to / ".metadata")}
+    for each in files_of_ranks:
+        files |= each
+    return {
+        "model": weights,
+        "optimizer": {"state": kept, "param_groups": sharded.as_whole(state["param_groups"])},
+        "shards": {"folder": to.name, "files": files},
+    }
 
 
-def remove_unused(there):
-    """Remove the folders of shards in the Path `there` that no checkpoint names."""
+def remove_unused(folder: Path) -> None:
+    """Remove the folders of shards in `folder` that no checkpoint names."""
     used = set()
-    with contextlib.suppress(OSError):  # then nothing is removed
-        for path in there.glob("*.pt"):
+    # After an OSError nothing is removed.
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.pt"):
             with contextlib.suppress(checkpoint.CorruptCheckpoint):
-                used.add(checkpoint.read(path)[0].get("shards", {}).get("folder"))
-        for old in there.glob("shards-*-*-*"):
+                saved, _ = checkpoint.read(path)
+                used.add(saved.get("shards", {}).get("folder"))
+        for old in folder.glob("shards-*-*-*"):
             if old.name not in used:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def read(path):
-    """checkpoint.read, and of a checkpoint in shards also the CRC-32 of each file; a tensor in it is a Shard."""
+def read(path: Path) -> tuple[dict, int]:
+    """checkpoint.read; of a checkpoint in shards, a tensor in it is a Shard.
+
+    Raises CorruptCheckpoint also if the CRC-32 of a file of shards is wrong.
+    """
     saved, fingerprint = checkpoint.read(path)
-    if "shards" in saved:
-        folder = path.parent / saved["shards"]["folder"]
-        for name, crc in saved["shards"]["files"].items():
-            if not (folder / name).exists() or _crc32(folder / name) != crc:
-                raise checkpoint.CorruptCheckpoint(f"{folder / name} is damaged, or missing")
-        for name in ("model", "optimizer"):
-            saved[name] = sharded.leaves(
-                saved[name], lambda _, leaf: Shard(folder, leaf) if isinstance(leaf, str) else leaf
-            )
+    shards = saved.pop("shards", None)
+    if shards is None:
+        return saved, fingerprint
+    folder = path.parent / shards["folder"]
+    for name, crc in shards["files"].items():
+        if not (folder / name).exists() or crc32(folder / name) != crc:
+            raise checkpoint.CorruptCheckpoint(f"{folder / name} is damaged, or missing")
+
+    def with_shards(values):
+        return {
+            name: Shard(folder, value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+
+    state = saved["optimizer"]["state"]
+    saved["model"] = with_shards(saved["model"])
+    saved["optimizer"]["state"] = {number: with_shards(kept) for number, kept in state.items()}
     return saved, fingerprint
 
 
-def load(saved, own):
-    """`saved`, the state of a model or an optimizer, with this rank's share, like that in `own`, for each Shard."""
-    shards, folders = {}, set()
-
-    def empty(path, leaf):
-        if not isinstance(leaf, Shard):
-            return leaf
-        folders.add(leaf.folder)
-        return shards.setdefault(leaf.name, torch.zeros_like(own[path[0]]))
-
-    state = sharded.leaves(saved, empty)
-    try:
-        for folder in folders:
-            dcp.load(shards, checkpoint_id=folder)
-    except dcp.api.CheckpointException as error:  # which is not an Exception
-        raise ValueError(error) from error
-    return state
-
-
-def _crc32(path):
+def crc32(path: Path) -> int:
+    """The CRC-32 of a file of any size."""
     crc = 0
     with open(path, "rb") as file:
         while block := file.read(2**24):
