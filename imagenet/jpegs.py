@@ -182,7 +182,10 @@ def pillow(path, box_of):
 
 
 def nvimgcodec():
-    """Return a function like `pillow` that uses NVIDIA's nvImageCodec: libjpeg-turbo then decodes only the crop."""
+    """Return a function like `pillow` that uses NVIDIA's nvImageCodec.
+
+    libjpeg-turbo then decodes only the crop.
+    """
     from nvidia import nvimgcodec as codec  # pip install "nvidia-nvimgcodec-cu13[all]"
 
     @functools.cache
@@ -223,33 +226,34 @@ LOADERS = {"pillow": lambda: pillow, "nvimgcodec": nvimgcodec}
 
 
 def image_tree(folder):
-    """Return two torchvision ImageFolders: `folder`/train/<class>/*.JPEG and `folder`/val/<class>/*.JPEG.
+    """Return two torchvision ImageFolders: `folder`/train and `folder`/val, with <class>/*.JPEG.
 
-    Fails, and names the path, if a class is empty or missing in one of them.
+    Raises InputError, and names the path, if a class is empty or missing in one of them.
     """
     trees = []
     for path in (Path(folder, "train"), Path(folder, "val")):
         if not path.is_dir():
             raise InputError(
-                f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and val/<class>/*.JPEG "
-                "(ImageNet: https://image-net.org/download); or train with --synthetic"
+                f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and "
+                "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or use --synthetic"
             )
         try:
             trees.append(ImageFolder(path))
         except OSError as error:
             if any(path.glob("*.JPEG")):
                 raise InputError(
-                    f"{path} has all images in one folder, as in the archive: sort them by class, with "
-                    "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh"
-                )
+                    f"{path} has all images in one folder, as in the archive: sort them by class, "
+                    "with https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/"
+                    "valprep.sh"
+                ) from error
             raise InputError(
                 f"{path}: {str(error).splitlines()[0]}: it needs a folder of images for each class"
-            )
+            ) from error
     if only := set(trees[0].classes) ^ set(trees[1].classes):
         one = min(only)
         here, there = ("train", "val") if one in trees[0].classes else ("val", "train")
         raise InputError(
-            f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: the labels would differ "
-            f"({len(only)} such classes)"
+            f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: "
+            f"the labels would differ ({len(only)} such classes)"
         )
     return trees

@@ -11,9 +11,11 @@ from images import models
 
 SMALL = {"convnet": models.ConvNet, "lenet": models.LeNet}
 
-# These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another optimizer
+# These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another
+# optimizer.
 SMALL_RATE = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
-# The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any size
+# The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any
+# size.
 LRS = {
     "resnet50": 0.1,
     "convnet": 0.02,
@@ -52,7 +54,7 @@ def build(name, size, classes):
 
 
 def _torchvision_model(name, size, classes):
-    """Build it, and try it on an image of that size: some need at least 75 pixels, or a multiple of 16."""
+    """Build it, and try it on an image of that size: some need 75 pixels, or a multiple of 16."""
     options = {
         "googlenet": {"aux_logits": False, "init_weights": True},  # one output, also in training
         "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -66,9 +68,9 @@ def _torchvision_model(name, size, classes):
         return model
     except (RuntimeError, ValueError, AssertionError) as error:
         raise InputError(
-            f"{name} takes no images of {size}x{size} ({' '.join(str(error).split())[:160]}): choose another "
-            "--image-size"
-        )
+            f"{name} takes no images of {size}x{size} ({' '.join(str(error).split())[:160]}): "
+            "choose another --image-size"
+        ) from error
 
 
 def decay_groups(model, weight_decay):
@@ -86,7 +88,7 @@ def decay_groups(model, weight_decay):
 
 
 def replace_batch_norm(model, kind):
-    """Replace each BatchNorm layer of `model`, in place, by one of class `kind` with the same arguments and weights."""
+    """Replace each BatchNorm layer of `model`, in place, by one of class `kind`, alike."""
     for name, part in model.named_children():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             layer = kind(
