@@ -32,6 +32,7 @@ class EpochSampler(Sampler[int]):
 
     def __init__(self, length, batch_size, rank=0, world_size=1, *, seed=0, shuffle=True):
         self.length = length
+        self.batch_size = batch_size
         self.global_batch = batch_size * world_size
         self.steps_per_epoch = length // self.global_batch
         self.rank = rank

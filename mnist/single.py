@@ -189,7 +189,7 @@ def main():
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
-    batch = f"batch {train.loader.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size 1 | {devices.describe(device)}"
     setup = f"mnist: one device | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])
