@@ -10,7 +10,12 @@ DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
 # A recipe has its name in every folder; the other modules of a folder are what its recipes import.
 NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
 RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
-STEP = "        metrics.update(loss, logits, labels)\n"  # of train_one_epoch in each recipe; run.step comes next
+SHARED = (
+    "common",
+    "images",
+)  # what a copied recipe takes along, beside the modules of its own folder
+# of fit() in each recipe: the line after a step
+STEP = "            # Data order, rates and random state are functions of the seed and this position.\n"
 
 
 def small(dataset):
@@ -31,9 +36,14 @@ def commands(recipe):
 def imports(path, walk=ast.walk):
     """The dotted names that a file imports, also within its functions."""
     nodes = list(walk(ast.parse(path.read_text())))
-    return ({alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-            | {f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom)
-               for alias in node.names})
+    return {
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    } | {
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def beside(recipe):
@@ -46,12 +56,17 @@ def carried(recipe):
 
     test_copy_out.py runs recipes with these and no others.
     """
-    there = {path.stem: path for path in [*(ROOT / "common").glob("*.py"), *beside(recipe)]}
-    found, new = set(), {recipe, ROOT / "common" / "__init__.py"}
+    packages = [path for folder in SHARED for path in (ROOT / folder).glob("*.py")]
+    there = {path.stem: path for path in [*packages, *beside(recipe)] if path.stem != "__init__"}
+    found, new = set(), {recipe, *(ROOT / folder / "__init__.py" for folder in SHARED)}
     while new:
         found |= new
-        parts = {part for path in new for name in imports(path, ast.iter_child_nodes)
-                 for part in name.split(".")[:2]}
+        parts = {
+            part
+            for path in new
+            for name in imports(path, ast.iter_child_nodes)
+            for part in name.split(".")[:2]
+        }
         new = {path for name, path in there.items() if name in parts} - found
     return found
 
@@ -59,7 +74,7 @@ def carried(recipe):
 def changed_copy(to, recipe, line, replacement):
     """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe` replaced."""
     dataset, name = recipe.split("/")
-    for folder in ("common", dataset):
+    for folder in (*SHARED, dataset):
         shutil.copytree(ROOT / folder, to / folder)
     path = to / dataset / name
     text = path.read_text()
@@ -70,14 +85,13 @@ def changed_copy(to, recipe, line, replacement):
 
 def in_float64(to, dataset, recipe=None, line=None, replacement=None):
     """Copy the recipes of a data set, in float64, and common/ to the folder `to`; `recipe` with a line replaced."""
-    for folder in ("common", dataset):
+    for folder in (*SHARED, dataset):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (to / dataset).glob("*.py"):
         text = path.read_text()
         if path.name == recipe:
             assert text.count(line) == 1
             text = text.replace(line, replacement)
-        text = text.replace("model(images)", "model(images.double())")
         first = "\nimport torch\n"
         path.write_text(text.replace(first, f"{first}torch.set_default_dtype(torch.float64)\n", 1))
     return to / dataset
