@@ -320,6 +320,9 @@ def main():
     # amp: PowerSGD would keep fp16's overflows.
     if args.comm_hook == "powersgd" and args.amp_dtype == "fp16":
         raise InputError("--comm-hook powersgd: use --amp-dtype bf16")
+    if args.comm_hook == "powersgd" and args.compile:
+        # dist: torch's hook fails with a compiled model.
+        raise InputError("--comm-hook powersgd: leave out --compile")
     # dist: with --comm-hook, gradients travel in fewer bytes.
     hooks.register(model, args.comm_hook, args.powersgd_rank)
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"

@@ -24,6 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import 
 import digits  # beside this file
 from common import checkpoint, devices, flags, flight_recorder, hooks, launch, profiler, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
+from common.errors import InputError
 from common.log import Log, new_folder
 from common.metrics import Best, Sums, require_finite
 from common.position import Position, seed_step
@@ -248,6 +249,9 @@ def main():
     # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
     # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
     model.broadcast_buffers = False
+    if args.comm_hook == "powersgd" and args.compile:
+        # dist: torch's hook fails with a compiled model.
+        raise InputError("--comm-hook powersgd: leave out --compile")
     # dist: with --comm-hook, gradients travel in fewer bytes.
     hooks.register(model, args.comm_hook, args.powersgd_rank)
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
