@@ -189,6 +189,9 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
             continue
         except (OSError, CorruptCheckpoint) as error:
             damaged.append((path, reason_of(error)))
+    for path in (Path(folder, f"{name}.damaged") for name in NAMES):
+        if path.exists():
+            damaged.append((path, "it was set aside by an earlier run"))
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged)
         raise InputError(f"--resume auto: {reasons}; choose another folder to start again")

@@ -6,86 +6,92 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 from torchvision import transforms
 
 from cifar10 import cifar
-from common import datasets, flags, models, schedule
-from common.data import DataObject, EpochSampler, ImageTensor
-from common.metrics import Metrics
-from common.run import Run
+from common.data import EpochSampler, Seeded, TensorLoader
+from common.errors import InputError
+from common.position import Position, seed_step
+from common.schedule import WarmupCosine, lr_factor, per_process
+from common.workers import data_loader
+from images.data import generate
 
 pytestmark = pytest.mark.check
 
 CPU = torch.device("cpu")
 
 
-def arguments(*given):
-    parser = flags.parser("", dataset="cifar10")
-    flags.add_data(parser)
-    flags.add_training(parser, lrs={"lenet": 0.1}, epochs=1, batch_size=8)
-    flags.add_sgd(parser, weight_decay=0)
-    return parser.parse_args(["--synthetic", "500", *given])
-
-
-def training(args, rank=0, world_size=1):
-    """The generated images of CIFAR-10, cropped and mirrored, as `rank` of `world_size` reads them."""
-    train_set, _ = cifar.load(args)
-    sampler = EpochSampler(len(train_set), args.batch_size, args.seed, rank, world_size)
-    return DataObject(train_set, sampler, args.batch_size, CPU)
+def training(batch_size=8, rank=0, world_size=1, seed=0):
+    """(sampler, loader) of generated images, cropped and mirrored, as `rank` reads them."""
+    train_set, _ = cifar.load("", 500, seed)
+    sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=seed)
+    return sampler, cifar.CropFlipLoader(train_set, sampler, batch_size, CPU)
 
 
 def read_epoch(train, epoch, start=0):
-    train.sampler.set_epoch(epoch, start)
-    images, labels = zip(*train, strict=True)
+    sampler, loader = train
+    sampler.set_epoch(epoch, start)
+    images, labels = zip(*loader, strict=True)
     return torch.cat(images), torch.cat(labels)
 
 
 def together(shares, batch_size):
     """What several ranks read, in the order of the global batches."""
     steps = [tensor.split(batch_size) for tensor in shares]
-    return torch.cat([torch.stack(batches, dim=1).flatten(0, 1) for batches in zip(*steps, strict=True)])
+    return torch.cat(
+        [torch.stack(batches, dim=1).flatten(0, 1) for batches in zip(*steps, strict=True)]
+    )
 
 
-class Pictures(Dataset):
-    """uint8 images and their labels, as a user's Dataset returns them."""
-
-    def __init__(self, tensors):
-        self.tensors, self.mean_std = tensors, tensors.mean_std
-
-    def __len__(self):
-        return len(self.tensors)
-
-    def __getitem__(self, index):
-        return self.tensors.images[index], int(self.tensors.labels[index])
-
-
-@pytest.mark.parametrize("workers", [None, 0, 2], ids=["tensors", "a Dataset", "2 workers"])
+@pytest.mark.parametrize("workers", [None, 0, 2], ids=["in memory", "DataLoader", "2 workers"])
 def test_normalised_as_torchvision_does(workers):
-    _, val_set = cifar.load(arguments())
-    dataset = val_set if workers is None else Pictures(val_set)
-    val = DataObject(dataset, range(len(val_set)), 30, CPU, workers or 0)
-    usual = transforms.Compose([transforms.ToPILImage(), transforms.ToTensor(),
-                                transforms.Normalize(*cifar.MEAN_STD)])
-    images, labels = (torch.cat(parts) for parts in zip(*val, strict=True))
+    _, val_set = cifar.load("", 500, 0)
+    shares = range(len(val_set))
+    if workers is None:
+        loader = TensorLoader(val_set, shares, 30, CPU)
+    else:
+        loader = data_loader(val_set, shares, 30, workers)
+    mean_std = cifar.normalise.mean, cifar.normalise.std
+    usual = transforms.Compose(
+        [transforms.ToPILImage(), transforms.ToTensor(), transforms.Normalize(*mean_std)]
+    )
+    images, labels = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    images = cifar.normalise(images)
     assert images.dtype == torch.float32
     assert images.shape == (100, 3, 32, 32)
-    torch.testing.assert_close(images, torch.stack([usual(image) for image in val_set.images]), rtol=0, atol=1e-5)
-    assert torch.equal(labels, val_set.labels)
+    expected = torch.stack([usual(image) for image, _ in val_set])
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
+    assert torch.equal(labels, val_set.tensors[1])
 
 
 def test_every_crop_is_one_of_the_padded_image():
     images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8)
-    dataset = cifar.RandomCropFlip(images, torch.arange(40), cifar.MEAN_STD, seed=0)
-    dataset.to(CPU)
+    dataset = TensorDataset(images, torch.arange(40))
+    sampler = EpochSampler(40, 15, seed=0)
+    loader = cifar.CropFlipLoader(dataset, sampler, 15, CPU)
     found = set()
     for epoch in range(20):
-        for crops, labels in dataset.batches(torch.arange(39, -1, -1), 15, epoch):
+        sampler.set_epoch(epoch)
+        for crops, labels in loader:
             for crop, label in zip(crops, labels, strict=True):
                 padded = F.pad(images[label], (4,) * 4)
-                windows = torch.cat((padded.unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2),
-                                     padded.flip(-1).unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2)), dim=1)
-                same = (windows == crop.unsqueeze(1)).flatten(2).all(dim=2).all(dim=0).nonzero().flatten().tolist()
+                windows = torch.cat(
+                    (
+                        padded.unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2),
+                        padded.flip(-1).unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2),
+                    ),
+                    dim=1,
+                )
+                same = (
+                    (windows == crop.unsqueeze(1))
+                    .flatten(2)
+                    .all(dim=2)
+                    .all(dim=0)
+                    .nonzero()
+                    .flatten()
+                    .tolist()
+                )
                 assert len(same) == 1
                 found.update(same)
     assert len(found) > 150, "of 162: 9 x 9 offsets, mirrored or not"
@@ -93,7 +99,7 @@ def test_every_crop_is_one_of_the_padded_image():
 
 def test_batches_do_not_depend_on_the_number_of_processes():
     """The k-th batches of all ranks together are the k-th batch of one process, augmentation included."""
-    one, ranks = training(arguments("-b", "24")), [training(arguments("-b", "8"), rank, 3) for rank in range(3)]
+    one, ranks = training(24), [training(8, rank, 3) for rank in range(3)]
     for start in (0, 96):
         whole = read_epoch(one, 3, start)
         shares = zip(*(read_epoch(train, 3, start) for train in ranks), strict=True)
@@ -102,41 +108,53 @@ def test_batches_do_not_depend_on_the_number_of_processes():
 
 
 def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
-    train = training(arguments())
-    train.sampler.set_epoch(2)
-    indices = train.indices()
-    assert len(set(indices.tolist())) == len(indices) == 496, "62 batches of 8; 4 of 500 images are left for later"
-    assert train.indices().tolist() == indices.tolist()
+    train = training()
+    sampler, _ = train
+    sampler.set_epoch(2)
+    indices = list(sampler)
+    assert len(set(indices)) == len(indices) == 496, "62 batches of 8; 4 of 500 images are left"
+    assert list(sampler) == indices
     images, labels = read_epoch(train, 2)
     rest, their_labels = read_epoch(train, 2, start=80)
     assert torch.equal(rest, images[80:])
     assert torch.equal(their_labels, labels[80:])
 
 
-@pytest.mark.parametrize("workers", [None, 0], ids=["tensors", "a Dataset"])
+@pytest.mark.parametrize("workers", [None, 0], ids=["in memory", "DataLoader"])
 def test_empty_share(workers):
     """As after a resume at the end of an epoch, or with fewer validation images than ranks."""
-    dataset = cifar.load(arguments())[0] if workers is None else Drawn()
+    dataset = cifar.load("", 500, 0)[0] if workers is None else Drawn()
     sampler = EpochSampler(len(dataset), 8, seed=0)
     sampler.set_epoch(2, start=len(dataset) // 8 * 8)
     for share in (sampler, range(1, 1, 2)):
-        assert list(DataObject(dataset, share, 8, CPU)) == []
+        if workers is None:
+            loader = TensorLoader(dataset, share, 8, CPU)
+        else:
+            loader = data_loader(dataset, share, 8, workers)
+        assert list(loader) == []
 
 
 def test_epochs_and_seeds_differ_and_repeat():
-    train = training(arguments())
+    train = training()
     first, second, again = (read_epoch(train, epoch)[0] for epoch in (0, 1, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     sampler, other = EpochSampler(500, 8, seed=0), EpochSampler(500, 8, seed=1)
-    assert sorted(sampler.indices().tolist()) != sampler.indices().tolist() != other.indices().tolist()
+    assert sorted(sampler) != list(sampler) != list(other)
 
 
 def test_validation_shares_cover_the_set_once():
-    val_set = cifar.load(arguments())[1]
-    shares = [DataObject(val_set, range(rank, 100, 7), 4, CPU) for rank in range(7)]
-    assert sorted(index for share in shares for index in share.indices().tolist()) == list(range(100))
-    assert [sum(len(labels) for _, labels in share) for share in shares] == [15, 15, 14, 14, 14, 14, 14]
+    _, val_set = cifar.load("", 500, 0)
+    shares = [TensorLoader(val_set, range(rank, 100, 7), 4, CPU) for rank in range(7)]
+    assert [sum(len(labels) for _, labels in share) for share in shares] == [
+        15,
+        15,
+        14,
+        14,
+        14,
+        14,
+        14,
+    ]
 
 
 class Drawn(Dataset):
@@ -146,15 +164,18 @@ class Drawn(Dataset):
         return 50
 
     def __getitem__(self, index):
-        return torch.tensor([torch.rand(()), np.random.rand(), random.random()]).view(3, 1, 1), index
+        return torch.tensor([torch.rand(()), np.random.rand(), random.random()]).view(
+            3, 1, 1
+        ), index
 
 
 def drawn(epoch, workers=0, world_size=1, seed=0, start=0):
     """What an epoch of Drawn gives in global batches of 8."""
     shares = []
     for rank in range(world_size):
-        train = DataObject(Drawn(), EpochSampler(50, 8 // world_size, seed, rank, world_size), 8 // world_size, CPU,
-                           workers)
+        sampler = EpochSampler(50, 8 // world_size, rank, world_size, seed=seed)
+        dataset = Seeded(Drawn(), sampler)
+        train = sampler, data_loader(dataset, sampler, 8 // world_size, workers)
         if workers:
             read_epoch(train, epoch + 5)  # its workers live on
         torch.manual_seed(rank)  # which the draws must not depend on
@@ -182,7 +203,9 @@ def test_draws_differ_between_epochs_and_seeds(other):
     assert len(kept) > 40
     ours = dict(zip(labels[order].tolist(), images[order], strict=True))
     for label, image in zip(their_labels[theirs].tolist(), others[theirs], strict=True):
-        assert label not in kept or not (ours[label] == image).any(), "torch, numpy and random all draw anew"
+        assert label not in kept or not (ours[label] == image).any(), (
+            "torch, numpy and random all draw anew"
+        )
     for source in range(3):
         assert len(images[:, source].unique()) == len(images), "and no two samples get the same"
 
@@ -190,101 +213,69 @@ def test_draws_differ_between_epochs_and_seeds(other):
 @pytest.mark.parametrize("workers", [None, 0, 1])
 def test_loading_leaves_the_random_state_of_torch_alone(workers):
     """Dropout draws from it, in the training process."""
-    train = training(arguments()) if workers is None else DataObject(Drawn(), EpochSampler(50, 8, 0), 8, CPU, workers)
+    train = training()
+    if workers is not None:
+        sampler = EpochSampler(50, 8)
+        train = sampler, data_loader(Seeded(Drawn(), sampler), sampler, 8, workers)
     before = torch.get_rng_state()
     read_epoch(train, epoch=1)
     assert torch.equal(before, torch.get_rng_state())
 
 
-class Given(Dataset):
-    """The same sample again and again."""
-
-    def __init__(self, sample):
-        self.sample = sample
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.sample
-
-
-IMAGE = torch.linspace(-3, 300, 48).view(3, 4, 4)
-
-
-@pytest.mark.parametrize("sample", [(IMAGE, 3), [IMAGE.double(), np.int32(3)], (IMAGE, torch.tensor(3))],
-                         ids=["int", "numpy", "tensor"])
-def test_float_images_are_used_as_they_are(sample):
-    (images, labels), = DataObject(Given(sample), range(8), 8, CPU)
-    assert torch.equal(images, IMAGE.expand(8, 3, 4, 4))
-    assert images.dtype == torch.float32
-    assert labels.tolist() == [3] * 8
-    F.cross_entropy(images[:, :, 0, 0].repeat(1, 2), labels)
-
-
-@pytest.mark.parametrize("sample", [
-    IMAGE, (IMAGE,), (IMAGE, 1, 2), {"image": IMAGE, "label": 1}, ("picture.png", 1), (IMAGE, 1.0), (IMAGE, "cat"),
-    (IMAGE, torch.tensor(1.0)), (IMAGE, None)])
-def test_a_dataset_of_something_else_does_not_train(sample):
-    with pytest.raises((TypeError, ValueError, RuntimeError, AttributeError)):
-        for images, labels in DataObject(Given(sample), range(8), 8, CPU):
-            F.cross_entropy(images[:, :, 0, 0].repeat(1, 2), labels)
-
-
-def test_synthetic_is_the_same_everywhere_and_the_splits_differ():
-    (one, val), (again, _), (other, _) = (datasets.synthetic(arguments("--seed", seed), 1, 28, ((0.5,), (0.5,)))
-                                          for seed in "334")
-    assert torch.equal(one.images, again.images)
-    assert torch.equal(one.labels, again.labels)
-    assert not torch.equal(one.images, other.images)
-    assert not torch.equal(one.images[:100], val.images)
-    assert isinstance(one, ImageTensor)
-
-
-def test_metrics_are_those_of_all_images_at_once():
-    logits, labels = torch.randn(1001, 10, generator=torch.Generator().manual_seed(0)), torch.arange(1001) % 10
-    shares = []
-    for rank in range(3):
-        shares.append(Metrics(CPU, top5=True))
-        for index in range(rank, 1001, 3):
-            image, label = logits[[index]].double(), labels[[index]]
-            shares[-1].update(F.cross_entropy(image, label), image, label)
-    shares[1].sums = torch.stack([share.sums for share in shares]).sum(dim=0)
-    average = shares[1].average(waited=0)
-    assert average["loss"] == pytest.approx(F.cross_entropy(logits.double(), labels).item(), rel=0, abs=1e-12)
-    assert average["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
-    rank_of_label = (logits > logits.gather(1, labels.unsqueeze(1))).sum(1)
-    assert average["top5"] == (rank_of_label < 5).double().mean().item()
-    assert average["images"] == 1001
+def test_generated_images_are_the_same_everywhere_and_the_splits_differ():
+    (one, val), (again, _), (other, _) = (generate(500, 1, 28, seed) for seed in (3, 3, 4))
+    for tensor, same in zip(one.tensors, again.tensors, strict=True):
+        assert torch.equal(tensor, same)
+    assert not torch.equal(one.tensors[0], other.tensors[0])
+    assert not torch.equal(one.tensors[0][:100], val.tensors[0])
 
 
 def test_random_state_is_a_function_of_position_and_rank():
-    """For dropout: each step and rank draws anew, and a resumed run draws what the run would have drawn."""
+    """For dropout: each step and rank draws anew, and a resumed run draws what it would have."""
+
     def drawn(epoch, samples, rank):
-        run = Run(arguments(), "a test", CPU, {}, 0.1, rank, world_size=2)
-        run.epoch, run.samples = epoch, samples
-        run._seed()
+        position = Position()
+        position.epoch, position.samples = epoch, samples
+        seed_step(0, position, CPU, rank)
         return torch.rand(1).item()
 
-    places = [(epoch, samples, rank) for epoch in range(3) for samples in (0, 64, 128) for rank in range(2)]
+    places = [
+        (epoch, samples, rank)
+        for epoch in range(3)
+        for samples in (0, 64, 128)
+        for rank in range(2)
+    ]
     found = [drawn(*place) for place in places]
     assert len(set(found)) == len(places)
     assert [drawn(*place) for place in places] == found
 
 
 def test_schedule():
-    args = arguments("--epochs", "5", "--warmup-epochs", "2", "--lr", "0.1")
-    lr = args.lr * schedule.lr_factor(args, 4)
-    rates = [schedule.warmup_cosine(args, lr, epochs_done) for epochs_done in (0, 1, 2, 3.5, 5, 5.1)]
+    lr = 0.1 * lr_factor("linear", 4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)
+    schedule = WarmupCosine(optimizer, epochs=5, warmup_epochs=2, start=0.1 / lr)
+    rates = []
+    for epochs_done in (0, 1, 2, 3.5, 5, 5.1):
+        schedule.set(epochs_done)
+        rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.25, 0.4, 0.2, 0, 0])
-    assert [schedule.lr_factor(arguments("--scale-lr", how), 4) for how in ("linear", "sqrt", "none")] == [4, 2, 1]
-    assert schedule.lr_factor(arguments("--global-batch-size", "24"), 4) == 1
+    assert [lr_factor(how, 4) for how in ("linear", "sqrt", "none")] == [4, 2, 1]
+    assert lr_factor("linear", 4, global_batch_size=24) == 1
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("convnet", 29_034), ("lenet", 61_706), ("resnet18", 11_173_962)])
+def test_a_global_batch_is_shared():
+    assert per_process(64, None, 4) == 64
+    assert per_process(64, 24, 4) == 6
+    with pytest.raises(InputError, match="multiple of 5"):
+        per_process(64, 24, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("convnet", 29_034), ("lenet", 61_706), ("resnet18", 11_173_962)]
+)
 def test_models(name, parameters):
     """ConvNet and LeNet-5 for MNIST; ResNet-18 for 32x32 has half a million fewer than torchvision's for ImageNet."""
     channels, size = (3, 32) if name == "resnet18" else (1, 28)
-    model = {**models.MODELS, **cifar.MODELS}[name](channels, size)
+    model = cifar.MODELS[name](channels, size)
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
