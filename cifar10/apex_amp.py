@@ -192,7 +192,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
                 # dist: also sums the flag: ranks that stop at different steps wait for each other.
                 total = sums.total(dist.all_reduce, stop=stop.requested)
                 require_finite(total["loss"])
-                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                log.step(position, averages(total) | {"lr": rates.first})
                 # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
                 if total["stop"]:
                     break
@@ -219,7 +219,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         sums.reset()
         done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
         line = f"{done}: {text(train_result)} | val {text(val_result)}"
-        log.evaluation(position, line, train_result, val_result)
+        log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
         save(is_best=best.update(val_result["accuracy"]))
         if args.dry_run:
             break

@@ -61,6 +61,7 @@ class Found:
     saved: dict = field(default_factory=dict)
     fingerprint: int = -1
     damaged: list[tuple[Path, str]] = field(default_factory=list)
+    empty: Path | None = None  # the folder in which --resume auto found no checkpoint
 
     def lines(self, position) -> list[str]:
         """What to say of it: what was skipped, and where the run goes on."""
@@ -71,6 +72,8 @@ class Found:
                 f"resumed from {self.path} at epoch {position.epoch + 1}, "
                 f"sample {position.samples} (saved by {saved_by})"
             )
+        if self.empty:
+            lines.append(f"no checkpoint in {self.empty} yet: starting from the beginning")
         return lines
 
 
@@ -195,7 +198,7 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged)
         raise InputError(f"--resume auto: {reasons}; choose another folder to start again")
-    return Found()
+    return Found(empty=folder)
 
 
 def reason_of(error: Exception) -> str:

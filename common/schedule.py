@@ -62,6 +62,11 @@ class WarmupCosine:
         share = (done - self.warmup_epochs) / max(1e-9, self.epochs - self.warmup_epochs)
         return 0.5 * (1 + math.cos(math.pi * min(1, share)))
 
+    @property
+    def first(self) -> float:
+        """The present rate of the first group, for the log."""
+        return self.optimizer.param_groups[0]["lr"]
+
     def set(self, done: float) -> None:
         """Set the rates for the step after `done` epochs."""
         factor = self.factor(done)

@@ -143,7 +143,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
             if save_due or position.multiple_of(args.log_interval):
                 total = sums.total(stop=stop.requested)
                 require_finite(total["loss"])
-                log.step(position, averages(total) | {"lr": optimizer.param_groups[0]["lr"]})
+                log.step(position, averages(total) | {"lr": rates.first})
                 # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
                 if total["stop"]:
                     break
@@ -166,7 +166,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
         sums.reset()
         done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
         line = f"{done}: {text(train_result)} | val {text(val_result)}"
-        log.evaluation(position, line, train_result, val_result)
+        log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
         save(is_best=best.update(val_result["accuracy"]))
         if args.dry_run:
             break

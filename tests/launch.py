@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import io
 import itertools
+import json
 import os
 import random
 import re
@@ -27,8 +28,10 @@ from recipes import ROOT
 HOROVOD = "Horovod: scripts/install_horovod.sh"
 MARK = "RECIPE_TEST"  # in the environment of all that a test starts, to find what it leaves behind
 ENVIRONMENT = {  # for what a test starts: MPI may run as root; the same Python
-    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 
 
 def need(there, what):
@@ -43,8 +46,10 @@ def need_horovod(*launchers):
     except (ImportError, OSError):  # the second without the MPI that it was built with
         need(False, HOROVOD)
     if any("mpi" in launcher for launcher in launchers):
-        need(shutil.which("mpirun") and hvd.mpi_built(),
-             f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {HOROVOD}")
+        need(
+            shutil.which("mpirun") and hvd.mpi_built(),
+            f"Open MPI: apt-get install openmpi-bin libopenmpi-dev, and then again {HOROVOD}",
+        )
 
 
 PORTS = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
@@ -81,12 +86,20 @@ class Job:
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
         # Tests run side by side, and OpenMP waits by spinning: one thread each.
         setting = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", MARK: self.mark}
-        if torch.cuda.device_count() < 2:  # most tests start two processes, and each would want a GPU
+        if (
+            torch.cuda.device_count() < 2
+        ):  # most tests start two processes, and each would want a GPU
             setting["CUDA_VISIBLE_DEVICES"] = ""
         self.process = subprocess.Popen(
-            ["bash", "-c", command], cwd=cwd, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **setting, **environment},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a background job ignores it
+            ["bash", "-c", command],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=self.printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **setting, **environment},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # a background job ignores it
 
     def output(self):
         """All that it printed, without the rank that horovodrun puts before each line."""
@@ -97,7 +110,10 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
             except psutil.Error:
                 pass
@@ -115,8 +131,12 @@ class Job:
         """Return once it has printed `text`; fail if it ends before, or takes longer than `timeout` seconds."""
         end = time.monotonic() + timeout
         while text not in self.output():
-            assert self.process.poll() is None, f"{self.command} ended without '{text}':\n{self.output()}"
-            assert time.monotonic() < end, f"{self.command}: no '{text}' in {timeout} s:\n{self.output()}"
+            assert self.process.poll() is None, (
+                f"{self.command} ended without '{text}':\n{self.output()}"
+            )
+            assert time.monotonic() < end, (
+                f"{self.command}: no '{text}' in {timeout} s:\n{self.output()}"
+            )
             time.sleep(0.05)
 
     def running(self):
@@ -132,7 +152,9 @@ class Job:
             os.killpg(self.process.pid, number)
 
     def kill(self):
-        self.signal(signal.SIGKILL)  # first the launcher and its process group: ranks end with their launcher
+        self.signal(
+            signal.SIGKILL
+        )  # first the launcher and its process group: ranks end with their launcher
         self.signal(signal.SIGKILL, everyone=True)
 
     def finish(self, timeout=150, grace=10):
@@ -172,6 +194,17 @@ def checkpoint(folder):
     return torch.load(Path(folder) / "last.pt", weights_only=True)
 
 
+def place(saved):
+    """(epoch, samples) of the position in a checkpoint."""
+    return saved["position"]["epoch"], saved["position"]["samples"]
+
+
+def evaluations(folder):
+    """The lines of results.jsonl about evaluations."""
+    lines = map(json.loads, (Path(folder) / "results.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "evaluation"]
+
+
 # For `largest_difference` of two runs in float64 (recipes.in_float64). Sums in another order differ in their last bits,
 # and the difference grows with each step, by an amount that depends on the CPU. After the twenty steps of these tests
 # it is below 1e-15 in float64, and 3e-7 in float32.
@@ -203,8 +236,11 @@ def assert_same(a, b):
 
 def everything(folder):
     """All files in a folder, with their bytes, but not the (empty) lock of a download."""
-    return sorted((path, path.read_bytes()) for path in folder.rglob("*")
-                  if path.is_file() and path.name != ".download.lock")
+    return sorted(
+        (path, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".download.lock"
+    )
 
 
 def one_line(shown):
@@ -217,12 +253,19 @@ def refused_here(command, cwd):
     """The one line that "mnist/single.py --flags" prints before it ends with status 2; it runs in this process."""
     name, *flags = command.split()
     before, shown = everything(cwd), io.StringIO()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    }
     try:
-        with (mock.patch.object(sys, "argv", [name, *flags]), contextlib.chdir(cwd),
-              mock.patch.object(sys, "path", [str((ROOT / name).parent), *sys.path]),
-              contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown),
-              pytest.raises(SystemExit, match="2")):
+        with (
+            mock.patch.object(sys, "argv", [name, *flags]),
+            contextlib.chdir(cwd),
+            mock.patch.object(sys, "path", [str((ROOT / name).parent), *sys.path]),
+            contextlib.redirect_stdout(shown),
+            contextlib.redirect_stderr(shown),
+            pytest.raises(SystemExit, match="2"),
+        ):
             runpy.run_path(str(ROOT / name), run_name="__main__")
     finally:
         faulthandler.cancel_dump_traceback_later()

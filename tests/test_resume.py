@@ -1,6 +1,5 @@
 """A run that was killed and resumed ends with exactly the weights of an undisturbed one."""
 
-import json
 import os
 import random
 import re
@@ -14,9 +13,11 @@ from launch import (
     Job,
     assert_same,
     checkpoint,
+    evaluations,
     free_port,
     largest_difference,
     need_horovod,
+    place,
     random_seed,
     run,
     strategies,
@@ -65,27 +66,34 @@ def kill(job, reached, timeout=90):
 
 
 def assert_same_run(a, b):
-    """The same bits, and the same figures: an epoch that was interrupted has those of the whole epoch.
+    """The same bits, and the same figures: an epoch that was interrupted has those of a whole one.
 
-    The sum of the losses is added in parts, and so may differ in its last bits.
+    `a` and `b` are log folders. The sum of the losses is added in parts, and so may differ in its
+    last bits.
     """
-    for part in ("epoch", "samples", "model", "optimizer"):
-        assert_same(a[part], b[part])
-    assert len(a["history"]) == len(b["history"])
-    for one, other in zip(a["history"], b["history"], strict=True):
-        for split in ("train", "val"):
-            assert one[split]["loss"] == pytest.approx(other[split]["loss"], rel=1e-12, abs=0)
-            assert [one[split][name] for name in ("accuracy", "images")] == \
-                   [other[split][name] for name in ("accuracy", "images")]
+    saved, other = checkpoint(a), checkpoint(b)
+    for part in ("position", "model", "optimizer", "best"):
+        assert_same(saved[part], other[part])
+    figures = evaluations(a), evaluations(b)
+    assert len(figures[0]) == len(figures[1])
+    for one, two in zip(*figures, strict=True):
+        for name in ("epoch", "step", "train/accuracy", "val/accuracy"):
+            assert one[name] == two[name]
+        for name in ("train/loss", "val/loss"):
+            assert one[name] == pytest.approx(two[name], rel=1e-12, abs=0)
 
 
 @pytest.mark.timeout(1200)  # it starts twelve times
 @pytest.mark.parametrize("strategy", KILLS)
 def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
-    flags = f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 " \
-            f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
-    command, quick = (f"{start(name, ROOT / RUNS[strategy])} {flags}" for name in (strategy, forked(strategy)))
+    flags = (
+        f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 "
+        f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
+    )
+    command, quick = (
+        f"{start(name, ROOT / RUNS[strategy])} {flags}" for name in (strategy, forked(strategy))
+    )
     assert "starting from the beginning" in compute(f"{quick} --log-dir whole", cwd=tmp_path)
     start_job = Job if strategy == "ddp_spawn" else ForkedJob
     draw, folder = random.Random(random_seed()), tmp_path / "part"
@@ -94,25 +102,23 @@ def test_kills(strategy, tmp_path):
 
         def reached(steps=target):
             saved = newest(folder)
-            return saved and (saved["epoch"] * IMAGES + saved["samples"]) // 128 >= steps
+            return saved and saved["position"]["steps"] >= steps
 
         kill(start_job(f"{command} --log-dir part", cwd=tmp_path), reached)
     output = compute(f"{quick} --log-dir part", cwd=tmp_path)
     assert "resumed from part/" in output
     assert "skipped" not in output
-    whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(folder)
-    assert whole["epoch"] == EPOCHS
-    assert_same_run(whole, resumed)
-    assert json.loads((folder / "results.json").read_text())["epochs"] == resumed["history"]
+    assert place(checkpoint(tmp_path / "whole")) == (EPOCHS, 0)
+    assert_same_run(tmp_path / "whole", folder)
 
 
 DEFAULTS = {  # the recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB
     "cifar10/single.py": "python {}/cifar10/single.py --synthetic 128 -b 32 --checkpoint-every 2",
     "torchrun": "torchrun --nproc-per-node=2 --standalone {}/cifar10/ddp_launch.py --synthetic 128 -b 16 "
-                "--checkpoint-every 2",
+    "--checkpoint-every 2",
     "horovodrun": "horovodrun -np 2 python {}/cifar10/hvd.py --synthetic 128 -b 16 --checkpoint-every 2",
     "imagenet/single.py": "python {}/imagenet/single.py --arch resnet50 --image-size 64 --synthetic 64 -b 16 "
-                          "--checkpoint-every 2",
+    "--checkpoint-every 2",
 }
 
 
@@ -124,27 +130,37 @@ def test_killed_with_the_default_model(name, tmp_path):
         need_horovod()
     command = f"{DEFAULTS[name].format(ROOT)} --epochs 1 --device cpu"
     quick = command.replace("horovodrun", "horovodrun --gloo")
-    kill(Job(f"{command} --log-dir part", cwd=tmp_path), lambda: (tmp_path / "part" / "last.pt").exists(), timeout=300)
+    kill(
+        Job(f"{command} --log-dir part", cwd=tmp_path),
+        lambda: (tmp_path / "part" / "last.pt").exists(),
+        timeout=300,
+    )
     stopped = checkpoint(tmp_path / "part")
-    assert stopped["epoch"] == 0
-    assert stopped["samples"] > 0
+    assert place(stopped)[0] == 0
+    assert place(stopped)[1] > 0
     for flags in ("--log-dir part --resume auto", "--log-dir whole"):
-        assert compute(f"{quick} {flags}", cwd=tmp_path, timeout=500).count("resumed from") == ("auto" in flags)
+        assert compute(f"{quick} {flags}", cwd=tmp_path, timeout=500).count("resumed from") == (
+            "auto" in flags
+        )
     whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
     if "single" in name:
-        assert_same_run(whole, resumed)
+        assert_same_run(tmp_path / "whole", tmp_path / "part")
     assert largest_difference(resumed["model"], whole["model"]) < 1e-6
-    assert [epoch["train"]["images"] for epoch in resumed["history"]] == \
-           [epoch["train"]["images"] for epoch in whole["history"]]
+    assert place(resumed) == place(whole) == (1, 0)
 
 
 def test_killed_before_the_first_checkpoint(tmp_path):
     """It starts over: a job that a scheduler restarts cannot choose another folder."""
-    command = f"python {ROOT}/mnist/single.py --model lenet --device cpu --log-dir log --resume auto"
-    kill(ForkedJob(f"{command} --synthetic 64000", cwd=tmp_path), (tmp_path / "log" / "results.json").exists)
+    command = (
+        f"python {ROOT}/mnist/single.py --model lenet --device cpu --log-dir log --resume auto"
+    )
+    kill(
+        ForkedJob(f"{command} --synthetic 64000", cwd=tmp_path),
+        (tmp_path / "log" / "results.jsonl").exists,
+    )
     assert not list((tmp_path / "log").glob("*.pt"))
     compute(f"{command} --synthetic 640 --epochs 1", cwd=tmp_path)
-    assert checkpoint(tmp_path / "log")["epoch"] == 1
+    assert place(checkpoint(tmp_path / "log")) == (1, 0)
 
 
 @pytest.mark.parametrize(("first", "then"), [("--channels-last", ""), ("", "--channels-last")])
@@ -154,7 +170,9 @@ def test_resumed_with_another_memory_format(first, then, tmp_path):
     command = f"python {folder}/single.py --synthetic 640 --device cpu"
     compute(f"{command} {first} --epochs 1 --log-dir first", cwd=tmp_path)
     for flags, name in ((first, "same"), (then, "other")):
-        compute(f"{command} {flags} --epochs 2 --resume first/last.pt --log-dir {name}", cwd=tmp_path)
+        compute(
+            f"{command} {flags} --epochs 2 --resume first/last.pt --log-dir {name}", cwd=tmp_path
+        )
     same, other = (checkpoint(tmp_path / name)["model"] for name in ("same", "other"))
     assert 0 < largest_difference(same, other) < 1e-6
 
@@ -163,15 +181,17 @@ def test_last_checkpoint_damaged(tmp_path):
     """The previous one is used, and is still there when the next one is saved."""
     command = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 3 --log-dir log"
     compute(command, cwd=tmp_path)
-    last, whole = tmp_path / "log" / "last.pt", checkpoint(tmp_path / "log")
+    shutil.copytree(tmp_path / "log", tmp_path / "whole")
+    last = tmp_path / "log" / "last.pt"
     content = bytearray(last.read_bytes())
     content[len(content) // 2] ^= 1
     last.write_bytes(content)
     output = compute(f"{command} --resume auto", cwd=tmp_path)
     assert output.count("skipped log/last.pt") == 1
     assert "resumed from log/previous.pt at epoch 3" in output
-    assert_same_run(checkpoint(tmp_path / "log"), whole)
-    assert checkpoints.read(last.with_name("previous.pt"))[0]["epoch"] == 2
+    assert_same_run(tmp_path / "log", tmp_path / "whole")
+    previous, _ = checkpoints.read(last.with_name("previous.pt"))
+    assert previous["position"]["epoch"] == 2
     assert last.with_name("last.pt.damaged").read_bytes() == content
 
 
@@ -179,26 +199,40 @@ def test_last_checkpoint_damaged(tmp_path):
 def test_warned_and_resumed(strategy, tmp_path):
     """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
     flags = f"--synthetic {4 * IMAGES} --epochs 12 --model lenet --device cpu --timeout 60 --resume auto"
-    command, quick = (f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy)))
+    command, quick = (
+        f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
+    )
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
     job.wait_for("epoch 1/")
     told = job.process  # passes it on to the ranks, or is the only one
-    if strategy in ("ddp_launch", "hvd_gloo"):  # their launchers do not; SLURM signals the ranks directly
-        told = next(process for process, words in job.command_lines()
-                    if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(words[:3]))
-                    and not words[0].endswith("sh"))
+    if strategy in (
+        "ddp_launch",
+        "hvd_gloo",
+    ):  # their launchers do not; SLURM signals the ranks directly
+        told = next(
+            process
+            for process, words in job.command_lines()
+            if re.search(r"python\S*( -u)? \S*/(ddp_launch|hvd)\.py", " ".join(words[:3]))
+            and not words[0].endswith("sh")
+        )
     told.send_signal(signal.SIGUSR1)
     assert job.finish(30) == 0, job.output()
     assert job.output().count("stopped after a signal") == 1
     assert "Traceback" not in job.output()
-    assert checkpoint(tmp_path / "part")["epoch"] < 12
+    assert place(checkpoint(tmp_path / "part"))[0] < 12
     assert compute(f"{quick} --log-dir part", cwd=tmp_path).count("resumed from part/last.pt") == 1
-    assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part"))
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
 MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which each run is told to stop
-STATUS = {"single": 0, "ddp_spawn": 0, "ddp_launch": 1, "hvd_gloo": 0, "hvd_mpi": 1}  # of the launcher
+STATUS = {
+    "single": 0,
+    "ddp_spawn": 0,
+    "ddp_launch": 1,
+    "hvd_gloo": 0,
+    "hvd_mpi": 1,
+}  # of the launcher
 
 
 @pytest.mark.timeout(600 + 60 * MOMENTS)
@@ -206,8 +240,12 @@ STATUS = {"single": 0, "ddp_spawn": 0, "ddp_launch": 1, "hvd_gloo": 0, "hvd_mpi"
 def test_told_to_stop_at_any_moment(strategy, tmp_path):
     """SIGTERM to the launcher alone; after the start no step is lost, and --resume auto takes the run up each time."""
     flags = f"--synthetic 19200 --epochs {3 + MOMENTS} --model lenet --device cpu --test-batch-size 10 --resume auto"
-    command, quick = (f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy)))
-    command = command.replace("mpirun ", "mpirun -mca odls_base_sigkill_timeout 5 ")  # it always waits that long
+    command, quick = (
+        f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
+    )
+    command = command.replace(
+        "mpirun ", "mpirun -mca odls_base_sigkill_timeout 5 "
+    )  # it always waits that long
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
     for _ in range(MOMENTS):
@@ -223,51 +261,70 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         print(strategy, status, output)
         if f"epoch {3 + MOMENTS}/" in output:
             break  # it came in the last evaluation
-        if strategy.startswith("hvd") and "stopped after" not in output and time.monotonic() - told > 5:
+        if (
+            strategy.startswith("hvd")
+            and "stopped after" not in output
+            and time.monotonic() - told > 5
+        ):
             continue  # its launcher has killed it
         if "world size" not in output:
             # horovodrun --gloo ends with 0 when it stops ranks that have just been started, whose shells say so
-            assert status != 0 or (strategy == "hvd_gloo" and "Terminated" in output), "nothing has begun"
+            assert status != 0 or (strategy == "hvd_gloo" and "Terminated" in output), (
+                "nothing has begun"
+            )
         else:
             assert status == STATUS[strategy], output
             stop = re.search(r"stopped after a signal at epoch (\d+), sample (\d+)", output)
             assert stop, output
             saved = checkpoint(folder)
-            assert (saved["epoch"] + 1, saved["samples"]) == tuple(map(int, stop.groups()))
+            epoch, samples = place(saved)
+            assert (epoch + 1, samples) == tuple(map(int, stop.groups()))
     compute(f"{quick} --log-dir part", cwd=tmp_path)
-    assert_same_run(checkpoint(tmp_path / "whole"), checkpoint(folder))
+    assert_same_run(tmp_path / "whole", folder)
 
 
 def test_killed_in_an_evaluation(two_epochs, tmp_path):
     """The training before it is saved: the run goes on with this evaluation."""
-    line = "    for images, labels in run.progress(val):\n"
-    copy = changed_copy(tmp_path, "mnist/single.py", line, line + "        __import__('signal').raise_signal(9)\n")
+    line = "    for batch in watchdog(val.loader):\n"
+    copy = changed_copy(
+        tmp_path, "mnist/single.py", line, line + "        __import__('signal').raise_signal(9)\n"
+    )
     flags = f"{TWO_EPOCHS} --log-dir part"
     run(f"exec python {copy}/single.py {flags}", tmp_path, -9)
-    assert (checkpoint(tmp_path / "part")["epoch"], checkpoint(tmp_path / "part")["samples"]) == (0, 256)
+    assert place(checkpoint(tmp_path / "part")) == (0, 256)
     compute(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
-    assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
+    assert_same_run(two_epochs, tmp_path / "part")
 
 
 def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
     """Stopped at random samples: together they use each sample once, and end where one process ends."""
-    line = ("        import os, signal\n        k = run.steps * run.args.batch_size\n"
-            "        with open(f'used-{run.rank}', 'a') as file:\n"
-            "            print(*train.indices()[k:k + run.args.batch_size].tolist(), file=file)\n"
-            "        if run.samples == int(os.environ['STOP_AT']): signal.raise_signal(signal.SIGTERM)\n")
-    in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, STEP + line)  # 50 steps in float32 let rounding grow to 1e-3
+    line = (
+        "            import os, signal\n"
+        "            k = (position.samples - train.sampler.start) // world_size\n"
+        "            with open(f'used-{rank}', 'a') as file:\n"
+        "                share = list(train.sampler)[k : k + train.sampler.batch_size]\n"
+        "                print(*share, file=file)\n"
+        "            if position.samples == int(os.environ['STOP_AT']):\n"
+        "                signal.raise_signal(signal.SIGTERM)\n"
+    )
+    in_float64(
+        tmp_path, "mnist", "ddp_launch.py", STEP, STEP + line
+    )  # 50 steps in float32 let rounding grow to 1e-3
     flags = "--synthetic 1200 --epochs 1 --model lenet --global-batch-size 24 --device cpu --log-interval 1"
     compute(f"python mnist/single.py {flags} --log-dir whole", cwd=tmp_path)
     draw = random.Random(random_seed())
     for size, step in zip((4, 2, 1, 3), [*sorted(draw.sample(range(49), 3)), 50], strict=True):
-        compute(f"torchrun --standalone --nproc-per-node={size} mnist/ddp_launch.py {flags} --log-dir part "
-                "--resume auto", cwd=tmp_path, STOP_AT=str(24 * step))
-        assert checkpoint(tmp_path / "part")["samples"] == (24 * (step + 1) if step < 50 else 0)
+        compute(
+            f"torchrun --standalone --nproc-per-node={size} mnist/ddp_launch.py {flags} --log-dir part "
+            "--resume auto",
+            cwd=tmp_path,
+            STOP_AT=str(24 * step),
+        )
+        assert place(checkpoint(tmp_path / "part"))[1] == (24 * (step + 1) if step < 50 else 0)
     used = [int(index) for path in tmp_path.glob("used-*") for index in path.read_text().split()]
     assert sorted(used) == list(range(1200))
     whole, saved = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
     assert largest_difference(saved["model"], whole["model"]) < 1e-5
-    assert saved["history"][0]["train"]["images"] == 1200
 
 
 TWO_EPOCHS = "--synthetic 256 --epochs 2 --model lenet --device cpu"  # 4 steps in each
@@ -277,7 +334,7 @@ TWO_EPOCHS = "--synthetic 256 --epochs 2 --model lenet --device cpu"  # 4 steps 
 def two_epochs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_epochs")
     compute(f"python {ROOT}/mnist/single.py {TWO_EPOCHS} --log-dir {folder}", cwd=folder)
-    return checkpoint(folder)
+    return folder
 
 
 @pytest.mark.parametrize(("epoch", "sample", "interval"), [(0, 192, 1), (1, 192, 1), (0, 192, 3)])
@@ -286,15 +343,21 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
 
     If that is after the last step of an epoch, the resumed run still evaluates it.
     """
-    raised = f"        if (run.epoch, run.samples) == ({epoch}, {sample}): __import__('signal').raise_signal(10)\n"
+    raised = (
+        f"            if (position.epoch, position.samples) == ({epoch}, {sample}):\n"
+        "                __import__('signal').raise_signal(10)\n"
+    )
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
     flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
-    assert compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped after a signal") == 1
+    assert (
+        compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped after a signal")
+        == 1
+    )
     saved = checkpoint(tmp_path / "part")
-    steps = (saved["epoch"] - epoch) * 4 + (saved["samples"] - sample) // 64
+    steps = (place(saved)[0] - epoch) * 4 + (place(saved)[1] - sample) // 64
     assert 1 <= steps <= interval
     compute(f"python {ROOT}/mnist/single.py {flags} --resume auto", cwd=tmp_path)
-    assert_same_run(two_epochs, checkpoint(tmp_path / "part"))
+    assert_same_run(two_epochs, tmp_path / "part")
 
 
 @pytest.mark.parametrize("recipe", ["ddp_launch.py", "fsdp.py"])
@@ -304,8 +367,11 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     All but the last stop within an epoch; together the four train like one undisturbed run.
     """
     need_horovod()
-    stops = ("        import os, signal\n"
-             "        if run.samples == int(os.environ['STOP_AT']): signal.raise_signal(signal.SIGUSR1)\n")
+    stops = (
+        "            import os, signal\n"
+        "            if position.samples == int(os.environ['STOP_AT']):\n"
+        "                signal.raise_signal(signal.SIGUSR1)\n"
+    )
     changed_copy(tmp_path, "mnist/single.py", STEP, STEP + stops)
     for name in (recipe, "hvd.py"):
         path = tmp_path / "mnist" / name
@@ -314,31 +380,46 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/{recipe} -b 32 {flags}"
     compute(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
     # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
-    chain = [(torchrun, 0, (0, 64)), (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 128, (0, 192)),
-             (f"python mnist/single.py -b 64 {flags}", 64, (1, 128)), (torchrun, -1, (2, 0))]
+    chain = [
+        (torchrun, 0, (0, 64)),
+        (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 128, (0, 192)),
+        (f"python mnist/single.py -b 64 {flags}", 64, (1, 128)),
+        (torchrun, -1, (2, 0)),
+    ]
     for number, (command, stop_at, ends) in enumerate(chain):
         before = checkpoint(tmp_path / "part") if number else None
         output = (run if "horovodrun" in command else compute)(
-            f"{command} --log-dir part --resume auto", cwd=tmp_path, STOP_AT=str(stop_at))
+            f"{command} --log-dir part --resume auto", cwd=tmp_path, STOP_AT=str(stop_at)
+        )
         saved = checkpoint(tmp_path / "part")
-        assert (saved["epoch"], saved["samples"]) == ends
-        lines = [line for line in output.splitlines() if line.startswith("resumed from part/last.pt")]
+        assert place(saved) == ends
+        lines = [
+            line for line in output.splitlines() if line.startswith("resumed from part/last.pt")
+        ]
         assert len(lines) == (number > 0)
-        assert number == 0 or f"(saved by {before['saved_by']})" in lines[0]
+        assert number == 0 or f"(saved by {before['config']['saved_by']})" in lines[0]
     whole = checkpoint(tmp_path / "whole")
     assert largest_difference(saved["model"], whole["model"]) < 1e-5
-    assert [epoch["train"]["images"] for epoch in saved["history"]] == [320, 320]
-    for one, other in zip(saved["history"], whole["history"], strict=True):
-        assert one["train"]["loss"] == pytest.approx(other["train"]["loss"], rel=1e-5)
+    figures = evaluations(tmp_path / "part"), evaluations(tmp_path / "whole")
+    assert len(figures[0]) == 2
+    for one, other in zip(*figures, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
 
 
 def test_rate_on_another_number_of_processes(tmp_path):
     """--scale-lr linear: after the resume, the rates are those of a run that always had this number of processes."""
     flags = "-b 32 --synthetic 192 --model lenet --device cpu"
-    compute(f"python {ROOT}/mnist/ddp_spawn.py -g 3 {flags} --epochs 1 --log-dir part", cwd=tmp_path)
+    compute(
+        f"python {ROOT}/mnist/ddp_spawn.py -g 3 {flags} --epochs 1 --log-dir part", cwd=tmp_path
+    )
     for folder in ("part", "whole"):
-        compute(f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto", cwd=tmp_path)
-    part, whole = ([epoch["lr"] for epoch in checkpoint(tmp_path / name)["history"]] for name in ("part", "whole"))
+        compute(
+            f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto",
+            cwd=tmp_path,
+        )
+    part, whole = (
+        [line["train/lr"] for line in evaluations(tmp_path / name)] for name in ("part", "whole")
+    )
     assert len(part) == 3
     assert part[0] > whole[0]
     assert part[1:] == whole[1:]
@@ -349,21 +430,29 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     """Two machines with folders of their own: with copies they go on, without they end and say why."""
     for machine in ("first", "second"):
         (tmp_path / machine).mkdir()
-    common = f"python {ROOT}/mnist/ddp_spawn.py --synthetic 640 --model lenet --device cpu --log-dir log"
+    common = (
+        f"python {ROOT}/mnist/ddp_spawn.py --synthetic 640 --model lenet --device cpu --log-dir log"
+    )
     compute(f"{common} -g 2 --epochs 1", cwd=tmp_path / "first")
     if copied:
         shutil.copytree(tmp_path / "first" / "log", tmp_path / "second" / "log")
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [ForkedJob(f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where)
-            for k, machine in enumerate(("first", "second"))]
-    assert [job.finish() for job in jobs] == [0 if copied else 2] * 2, [job.output() for job in jobs]
+    jobs = [
+        ForkedJob(
+            f"{common} -n 2 -g 1 -nr {k} --epochs 2 --resume auto", cwd=tmp_path / machine, **where
+        )
+        for k, machine in enumerate(("first", "second"))
+    ]
+    assert [job.finish() for job in jobs] == [0 if copied else 2] * 2, [
+        job.output() for job in jobs
+    ]
     first, second = (job.output() for job in jobs)
     if copied:
         assert first.count("resumed from log/last.pt at epoch 2") == 1
-        assert checkpoint(tmp_path / "first" / "log")["epoch"] == 2
+        assert place(checkpoint(tmp_path / "first" / "log")) == (2, 0)
         assert second == ""
     else:
         assert first.count("ddp_spawn.py: --resume auto") == 1
         assert len(first.splitlines()) == 1
         assert "Traceback" not in second
-        assert checkpoint(tmp_path / "first" / "log")["epoch"] == 1
+        assert place(checkpoint(tmp_path / "first" / "log")) == (1, 0)
