@@ -7,7 +7,12 @@ from common.errors import InputError
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the docstring of the recipe as it is."""
+    """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
+
+    def _get_help_string(self, action):
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

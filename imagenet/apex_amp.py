@@ -20,9 +20,7 @@ import torch.distributed as dist
 # imported later (DDP imports it), they keep the group alive after destroy_process_group.
 import torch.distributed.nn
 import torch.nn.functional as F
-
-# NVIDIA Apex at tag 25.05, see docs/install.md; PyPI's apex is another package.
-from apex import amp, parallel
+from apex import amp, parallel  # amp: tag 25.05, see docs/install.md; PyPI's is another package
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
 import jpegs  # beside this file
@@ -178,6 +176,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     if writes:
         checkpoint.claim(folder, log_dir, found)
     log.start(position, config, [*lines, *found.lines(position)])
+    if position.finished(args.epochs, args.max_steps):
+        log.say("nothing left to do: the run has had its --epochs or --max-steps")
     # dist: before it ends a rank that waits, the rank writes what it communicated last.
     recorder = flight_recorder.writer(args.log_dir, rank, world_size, device)
     watchdog = Watchdog(args.timeout, before_end=recorder)

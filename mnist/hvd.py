@@ -139,6 +139,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     if writes:
         checkpoint.claim(folder, log_dir, found)
     log.start(position, config, [*lines, *found.lines(position)])
+    if position.finished(args.epochs, args.max_steps):
+        log.say("nothing left to do: the run has had its --epochs or --max-steps")
     watchdog = Watchdog(args.timeout)
     stop = StopSignal()
 

@@ -1,26 +1,57 @@
-"""Print a table of runs: the arguments that differ, and the results.
+"""Print a table of runs: the flags that differ, and the results.
 
     python scripts/summarize_runs.py runs/array-42
 
-The folder has a folder for each run, with the results.json that every recipe writes.
+The folder has a folder for each run, with the results.jsonl that every recipe writes.
 """
 
 import json
 import sys
 from pathlib import Path
 
-files = [file for folder in sys.argv[1:] for file in sorted(Path(folder).glob("*/results.json"))]
-if not files:
-    print("summarize_runs.py: no runs found: give the folder of an array, runs/array-JOBID", file=sys.stderr)
-    sys.exit(2)
-runs = [json.loads(file.read_text()) for file in files]
-arguments = [run["arguments"] for run in runs]
-of_a_run = "log_dir", "checkpoint_dir", "resume"
-names = [name for name in arguments[0] if name not in of_a_run and len({str(a.get(name)) for a in arguments}) > 1]
-print("| run |", *(f"{name} |" for name in names), "epochs | best val accuracy | last val loss |")
-print("| --- |" + " ---: |" * (len(names) + 3))
-for file, run in zip(files, runs, strict=True):
-    val = [epoch["val"] for epoch in run["epochs"]]  # none, if the run ended in its first epoch
-    best = f"{max(v['accuracy'] for v in val):.2%} | {val[-1]['loss']:.4f}" if val else "- | -"
-    print(f"| {file.parent} |", *(f"{run['arguments'].get(name)} |" for name in names),
-          f"{len(val)}/{run['arguments']['epochs']} | {best} |")
+OF_A_RUN = ("log_dir", "checkpoint_dir", "resume")
+
+
+def read(path):
+    """(the flags, the lines about evaluations) of a results.jsonl."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    config = [line["config"] for line in lines if line["event"] == "start"][-1]
+    return config, [line for line in lines if line["event"] == "evaluation"]
+
+
+def main():
+    folders = [Path(name) for name in sys.argv[1:]]
+    files = [file for folder in folders for file in sorted(folder.glob("*/results.jsonl"))]
+    if not files:
+        print(
+            "summarize_runs.py: no runs found: give the folder of an array, runs/array-JOBID",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    runs = [read(file) for file in files]
+    configs = [config for config, _ in runs]
+    names = []
+    for name in configs[0]:
+        values = {str(config.get(name)) for config in configs}
+        if name not in OF_A_RUN and len(values) > 1:
+            names.append(name)
+    columns = ["run", *names, "epochs", "best val accuracy", "last val loss"]
+    print("| " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * (len(columns) - 1))
+    for file, (config, evaluations) in zip(files, runs, strict=True):
+        row = [file.parent, *(config.get(name) for name in names)]
+        row += results(config, evaluations)
+        print("| " + " | ".join(map(str, row)) + " |")
+
+
+def results(config, evaluations):
+    """The last three cells of a run; it has no evaluation if it ended in its first epoch."""
+    if not evaluations:
+        return [f"0/{config['epochs']}", "-", "-"]
+    best = max(line["val/accuracy"] for line in evaluations)
+    last = evaluations[-1]
+    return [f"{last['epoch']}/{config['epochs']}", f"{best:.2%}", f"{last['val/loss']:.4f}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,8 @@
-"""Make one file of a checkpoint that imagenet/fsdp.py --sharded-checkpoint has saved: any recipe can resume from it.
+"""Make one file of a checkpoint that imagenet/fsdp.py --sharded-checkpoint has saved.
 
     python scripts/unshard.py runs/mine/last.pt whole.pt
+
+Any recipe can resume from it.
 """
 
 import io
@@ -12,31 +14,56 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from common import checkpoint, flags, sharded
-from common.processes import fail
-from imagenet.shards import Shard, read
+from common import checkpoint, flags, launch
+from common.errors import InputError
+from imagenet import shards
 
-parser = flags.Parser(__doc__)
-parser.add_argument("checkpoint", type=Path)
-parser.add_argument("whole", type=Path, help="the file to write")
-args = parser.parse_args()
-try:
-    saved, _ = read(args.checkpoint)
-except (OSError, checkpoint.CorruptCheckpoint) as error:
-    fail(f"{args.checkpoint}: {getattr(error, 'strerror', None) or error}")
-if "shards" not in saved:
-    fail(f"{args.checkpoint} is one file already")
-if args.whole.exists():
-    fail(f"{args.whole} already exists")
-folder = args.checkpoint.parent / saved.pop("shards")["folder"]
-there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in there.items()}
-warnings.simplefilter("ignore")  # torch's, that there is only one process
-dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-for name in ("model", "optimizer"):
-    saved[name] = sharded.leaves(saved[name], lambda _, leaf: tensors[leaf.name] if isinstance(leaf, Shard) else leaf)
-torch.save(saved, buffer := io.BytesIO())
-try:
-    checkpoint.write(args.whole, buffer.getbuffer())
-except OSError as error:
-    fail(f"{args.whole}: {error.strerror}")
+
+def main():
+    parser = flags.Parser(__doc__)
+    parser.add_argument("checkpoint", type=Path, help="the file to read")
+    parser.add_argument("whole", type=Path, help="the file to write")
+    args = parser.parse_args()
+    try:
+        saved, _ = shards.read(args.checkpoint)
+    except (OSError, checkpoint.CorruptCheckpoint) as error:
+        raise InputError(f"{args.checkpoint}: {checkpoint.reason_of(error)}") from error
+    folders = {value.folder for value in saved["model"].values() if isinstance(value, shards.Shard)}
+    if not folders:
+        raise InputError(f"{args.checkpoint} is one file already")
+    if args.whole.exists():
+        raise InputError(f"{args.whole} already exists")
+    tensors = read_whole(folders.pop())
+
+    def whole(values):
+        return {
+            name: tensors[value.name] if isinstance(value, shards.Shard) else value
+            for name, value in values.items()
+        }
+
+    saved["model"] = whole(saved["model"])
+    state = saved["optimizer"]["state"]
+    saved["optimizer"]["state"] = {number: whole(kept) for number, kept in state.items()}
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    try:
+        checkpoint.write_atomically(args.whole, buffer.getbuffer())
+    except OSError as error:
+        raise InputError(f"{args.whole}: {error.strerror}") from error
+
+
+def read_whole(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a folder of shards."""
+    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items()
+    }
+    # torch warns that there is only one process.
+    warnings.simplefilter("ignore")
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+if __name__ == "__main__":
+    with launch.plain_exits():
+        main()

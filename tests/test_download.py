@@ -18,7 +18,9 @@ import torch
 from torchvision.datasets import CIFAR10, MNIST
 
 from cifar10 import cifar
-from common import datasets, flags
+from common import launch
+from common.errors import InputError
+from mnist import digits
 
 pytestmark = pytest.mark.check
 
@@ -52,7 +54,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.answers.append(self.path)
         half = len(content) // 2
         if fault == "wrong bytes":
-            content = content[:half] + bytes([content[half] ^ 1]) + content[half + 1:]
+            content = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -70,14 +72,6 @@ def md5(content):
     return hashlib.md5(content).hexdigest()
 
 
-def args_for(dataset, folder):
-    parser = flags.parser("", dataset=dataset)
-    flags.add_data(parser)
-    flags.add_training(parser, lrs={"convnet": 1}, epochs=1, batch_size=1)
-    flags.add_sgd(parser, weight_decay=0)
-    return parser.parse_args(["--data-dir", str(folder)])
-
-
 @pytest.fixture(autouse=True)
 def default_timeout():
     """A download sets the default socket timeout for its process; reset it for the other tests."""
@@ -89,13 +83,18 @@ def default_timeout():
 def mnist_files(real_data):
     """The files that a mirror of MNIST has."""
     raw = real_data("mnist") / "MNIST" / "raw"
-    return {f"{path.name}.gz": gzip.compress(path.read_bytes(), compresslevel=1) for path in sorted(raw.iterdir())}
+    return {
+        f"{path.name}.gz": gzip.compress(path.read_bytes(), compresslevel=1)
+        for path in sorted(raw.iterdir())
+    }
 
 
 @pytest.fixture
 def mnist(mnist_files, monkeypatch):
     """The same; torchvision is told their checksums."""
-    monkeypatch.setattr(MNIST, "resources", [(name, md5(content)) for name, content in mnist_files.items()])
+    monkeypatch.setattr(
+        MNIST, "resources", [(name, md5(content)) for name, content in mnist_files.items()]
+    )
     return mnist_files
 
 
@@ -103,8 +102,11 @@ def mnist(mnist_files, monkeypatch):
 def cifar10(monkeypatch):
     """The archive of a small CIFAR-10, {name: bytes}; torchvision is told its checksums."""
     generator, contents = np.random.default_rng(0), {}
-    for name in cifar.FILES:
-        batch = {"data": generator.integers(256, size=(20, 3072), dtype=np.uint8), "labels": list(range(10)) * 2}
+    for name in cifar.TRAIN_FILES + cifar.VAL_FILES:
+        batch = {
+            "data": generator.integers(256, size=(20, 3072), dtype=np.uint8),
+            "labels": list(range(10)) * 2,
+        }
         contents[name] = pickle.dumps(batch, protocol=2)
     contents["cifar-10-batches-py/batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")})
     buffer = io.BytesIO()
@@ -114,28 +116,34 @@ def cifar10(monkeypatch):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     sums = {name.partition("/")[2]: md5(content) for name, content in contents.items()}
-    monkeypatch.setattr(CIFAR10, "train_list", [[f"data_batch_{k}", sums[f"data_batch_{k}"]] for k in range(1, 6)])
+    monkeypatch.setattr(
+        CIFAR10, "train_list", [[f"data_batch_{k}", sums[f"data_batch_{k}"]] for k in range(1, 6)]
+    )
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
     monkeypatch.setattr(CIFAR10, "tgz_md5", md5(buffer.getvalue()))
     return {CIFAR10.filename: buffer.getvalue()}
 
 
-LOAD = {"mnist": datasets.mnist, "cifar10": cifar.load}
+LOAD = {"mnist": digits.load, "cifar10": cifar.load}
 
 
 def files_in(folder):
     """The names of all files in a folder, but not the (empty) lock."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
-                  if path.is_file() and path.name != ".download.lock")
+    return sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".download.lock"
+    )
 
 
-def refused(dataset, folder, capsys):
-    """The error line of a download that fails; it leaves no file."""
-    with pytest.raises(SystemExit, match="2"):
-        LOAD[dataset](args_for(dataset, folder))
+def refused(dataset, folder):
+    """The error of a download that fails; it leaves no file."""
+    with pytest.raises(InputError) as raised:
+        LOAD[dataset](folder, None, 0)
     assert not files_in(folder), "a download that failed leaves nothing"
-    line = capsys.readouterr().err.splitlines()[-1]  # after torchvision's progress bar
+    line = str(raised.value)
+    assert "\n" not in line
     assert "the download failed" in line
     assert "--synthetic" in line
     return line
@@ -143,14 +151,16 @@ def refused(dataset, folder, capsys):
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "truncated", "stalled"])
 @pytest.mark.parametrize("dataset", LOAD)
-def test_spoiled(fault, dataset, request, tmp_path, monkeypatch, capsys):
+def test_spoiled(fault, dataset, request, tmp_path, monkeypatch):
     set_timeout = socket.setdefaulttimeout
-    monkeypatch.setattr(socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 60))  # a user waits longer
+    monkeypatch.setattr(
+        socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 60)
+    )  # a user waits longer
     with Server(request.getfixturevalue(dataset), fault) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
         started = time.monotonic()
-        refused(dataset, tmp_path / "data", capsys)
+        refused(dataset, tmp_path / "data")
         assert time.monotonic() - started < 20
 
 
@@ -159,46 +169,47 @@ def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
         pass
     with Server(mnist) as good:
         monkeypatch.setattr(MNIST, "mirrors", [down.url, good.url])
-        train, val = datasets.mnist(args_for("mnist", tmp_path / "data"))
+        train, val = digits.load(tmp_path / "data", None, 0)
     assert (len(train), len(val)) == (60_000, 10_000)
-    for name in datasets.MNIST_FILES:
+    for name in digits.FILES:
         assert (tmp_path / "data" / name).read_bytes() == (real_data("mnist") / name).read_bytes()
-    assert files_in(tmp_path / "data") == sorted(datasets.MNIST_FILES), "nothing else is left"
+    assert files_in(tmp_path / "data") == sorted(digits.FILES), "nothing else is left"
 
 
 def test_archive(cifar10, tmp_path, monkeypatch):
     with Server(cifar10) as server:
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
-        cifar.load(args_for("cifar10", tmp_path))
-    train, val = cifar.load(args_for("cifar10", tmp_path))  # from the files
-    assert (train.images.shape, val.images.shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
-    assert train.labels.tolist() == list(range(10)) * 10
-    assert files_in(tmp_path) == sorted(cifar.FILES)
+        cifar.load(tmp_path, None, 0)
+    train, val = cifar.load(tmp_path, None, 0)  # from the files
+    assert (train.tensors[0].shape, val.tensors[0].shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
+    assert train.tensors[1].tolist() == list(range(10)) * 10
+    assert files_in(tmp_path) == sorted(cifar.TRAIN_FILES + cifar.VAL_FILES)
 
 
 def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):
     """Only the file that is missing comes from the download."""
-    *there, missing = datasets.MNIST_FILES
+    *there, missing = digits.FILES
     for name in there:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.link(real_data("mnist") / name, tmp_path / name)
     with Server(mnist) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
-        datasets.mnist(args_for("mnist", tmp_path))
+        digits.load(tmp_path, None, 0)
     assert all((tmp_path / name).samefile(real_data("mnist") / name) for name in there)
     assert (tmp_path / missing).read_bytes() == (real_data("mnist") / missing).read_bytes()
 
 
-def as_rank(rank, args):
+def as_rank(rank, folder):
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     os.environ["RANK"] = str(rank)
-    datasets.mnist(args)
+    with launch.plain_exits():
+        digits.load(folder, None, 0)
 
 
 def two_ranks(folder):
     """The exit statuses of two processes that want the data at the same time."""
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=as_rank, args=(rank, args_for("mnist", folder)), daemon=True) for rank in range(2)]
+    both = [fork.Process(target=as_rank, args=(rank, folder), daemon=True) for rank in range(2)]
     for process in both:
         process.start()
     for process in both:
@@ -211,8 +222,10 @@ def test_two_processes(mnist, tmp_path, monkeypatch):
     with Server(mnist, "slow") as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         assert two_ranks(tmp_path / "data") == [0, 0]
-        assert len(server.answers) == 2 * len(mnist), "one of the two downloads; torchvision asks for a redirect first"
-    assert files_in(tmp_path / "data") == sorted(datasets.MNIST_FILES)
+        assert len(server.answers) == 2 * len(mnist), (
+            "one of the two downloads; torchvision asks for a redirect first"
+        )
+    assert files_in(tmp_path / "data") == sorted(digits.FILES)
 
 
 def test_two_processes_that_cannot_download(mnist, tmp_path, monkeypatch, capfd):
@@ -220,7 +233,9 @@ def test_two_processes_that_cannot_download(mnist, tmp_path, monkeypatch, capfd)
     with Server(mnist, "wrong bytes") as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         assert two_ranks(tmp_path / "data") == [2, 2]
-    reasons = [line for line in capfd.readouterr().err.splitlines() if "the download failed" in line]
+    reasons = [
+        line for line in capfd.readouterr().err.splitlines() if "the download failed" in line
+    ]
     assert len(reasons) == 2
     assert sum("rank 1: " in line for line in reasons) == 1
     assert all("not found or corrupted" in line for line in reasons), "torchvision's reason"

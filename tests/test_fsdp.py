@@ -15,6 +15,7 @@ from launch import (
     everything,
     largest_difference,
     one_line,
+    place,
     random_seed,
     strategies,
 )
@@ -28,9 +29,14 @@ from common import sharded
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("name", "world_size", "largest"), [
-    *((name, size, 1.013) for name in ("resnet50", "vit_b_16") for size in (2, 4, 8)),
-    ("resnet50", 64, 1.002), ("vit_b_16", 64, 1.12)])  # of tensors with fewer rows than ranks, the first ranks have all
+@pytest.mark.parametrize(
+    ("name", "world_size", "largest"),
+    [
+        *((name, size, 1.013) for name in ("resnet50", "vit_b_16") for size in (2, 4, 8)),
+        ("resnet50", 64, 1.002),
+        ("vit_b_16", 64, 1.12),
+    ],
+)  # of tensors with fewer rows than ranks, the first ranks have all
 def test_shares(name, world_size, largest):
     """Weights and momentum of the ranks are together the model's, and of each rank 1/world_size of it."""
     shares = []
@@ -42,13 +48,14 @@ def test_shares(name, world_size, largest):
         whole = sum(weights.numel() for weights in model.parameters())
         for module in (*sharded.blocks(model), model):
             fully_shard(module, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True)
-        sharded.set_up(model, optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=True)
         for weights in model.parameters():
             weights.grad = torch.zeros_like(weights)
         optimizer.step()
         shares.append(sum(weights.to_local().numel() for weights in model.parameters()))
-        assert shares[-1] == sum(state["momentum_buffer"].to_local().numel() for state in optimizer.state.values())
+        assert shares[-1] == sum(
+            state["momentum_buffer"].to_local().numel() for state in optimizer.state.values()
+        )
         dist.destroy_process_group()
     assert sum(shares) == whole
     assert max(shares) <= largest * whole / world_size
@@ -56,17 +63,24 @@ def test_shares(name, world_size, largest):
 
 def test_blocks():
     """ResNet's blocks, ViT's encoder layers, the layers of a small model."""
-    kinds = {name: [type(block).__name__ for block in sharded.blocks(models.get_model(name))]
-             for name in ("resnet50", "vit_b_16", "vgg11")}
+    kinds = {
+        name: [type(block).__name__ for block in sharded.blocks(models.get_model(name))]
+        for name in ("resnet50", "vit_b_16", "vgg11")
+    }
     assert kinds["resnet50"] == ["Bottleneck"] * 16
     assert kinds["vit_b_16"] == ["EncoderBlock"] * 12 + ["Linear"]
     assert kinds["vgg11"] == ["Conv2d"] * 8 + ["Linear"] * 3
 
 
-SHARDED = (f"{strategies(2, ROOT / 'imagenet')['fsdp']} --model lenet {small('imagenet')} --device cpu "
-           "--sharded-checkpoint")
-STOPS = ("        import os, signal\n"
-         "        if run.samples == int(os.environ.get('STOP_AT', -1)): signal.raise_signal(signal.SIGTERM)\n")
+SHARDED = (
+    f"{strategies(2, ROOT / 'imagenet')['fsdp']} --model lenet {small('imagenet')} --device cpu "
+    "--sharded-checkpoint"
+)
+STOPS = (
+    "            import os, signal\n"
+    "            if position.samples == int(os.environ.get('STOP_AT', -1)):\n"
+    "                signal.raise_signal(signal.SIGTERM)\n"
+)
 
 
 def whole(folder):
@@ -79,8 +93,10 @@ def whole(folder):
 def assert_close(a, b):
     """Weights and momentum of two checkpoints in float64, on other numbers of processes."""
     assert largest_difference(a["model"], b["model"]) < TOLERANCE
-    momenta = ({number: state["momentum_buffer"] for number, state in saved["optimizer"]["state"].items()}
-               for saved in (a, b))
+    momenta = (
+        {number: state["momentum_buffer"] for number, state in saved["optimizer"]["state"].items()}
+        for saved in (a, b)
+    )
     assert largest_difference(*momenta) < 1e3 * TOLERANCE  # it changes faster than the weights
 
 
@@ -90,13 +106,21 @@ def test_sharded_checkpoint_on_any_number_of_processes(tmp_path):
     flags = f"--synthetic 480 --epochs 2 --model lenet {small('imagenet')} --device cpu -G 48 --log-interval 1"
     compute(f"python imagenet/single.py {flags} --log-dir single", cwd=tmp_path)
     for processes, stop_at in ((2, 96), (1, 192), (4, 288), (3, -1)):
-        compute(f"torchrun --standalone --nproc-per-node={processes} imagenet/fsdp.py {flags} --log-dir part "
-                "--sharded-checkpoint --resume auto", cwd=tmp_path, STOP_AT=str(stop_at))
+        compute(
+            f"torchrun --standalone --nproc-per-node={processes} imagenet/fsdp.py {flags} --log-dir part "
+            "--sharded-checkpoint --resume auto",
+            cwd=tmp_path,
+            STOP_AT=str(stop_at),
+        )
     assert_close(whole(tmp_path / "part"), checkpoint(tmp_path / "single"))
     folders = {path.name for path in (tmp_path / "part").glob("shards-*")}
     assert len(folders) <= 4
-    refused = compute(f"python imagenet/single.py {flags} --log-dir part --resume auto", cwd=tmp_path, status=2)
-    assert "its tensors are in shards: use imagenet/fsdp.py, or scripts/unshard.py" in one_line(refused)
+    refused = compute(
+        f"python imagenet/single.py {flags} --log-dir part --resume auto", cwd=tmp_path, status=2
+    )
+    assert "its tensors are in shards: use imagenet/fsdp.py or scripts/unshard.py" in one_line(
+        refused
+    )
 
 
 def test_whole_checkpoint_for_any_recipe(tmp_path):
@@ -120,9 +144,14 @@ def test_killed_in_a_sharded_save(tmp_path):
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
     for turn in range(10):
-        there, job = set(folder.glob("shards-*")), ForkedJob(f"{command} --log-dir part", cwd=tmp_path)
+        there, job = (
+            set(folder.glob("shards-*")),
+            ForkedJob(f"{command} --log-dir part", cwd=tmp_path),
+        )
         end = time.monotonic() + 60
-        while len(set(folder.glob("shards-*")) - there) < 1 + turn % 2:  # in its first save, or once that is done
+        while (
+            len(set(folder.glob("shards-*")) - there) < 1 + turn % 2
+        ):  # in its first save, or once that is done
             assert time.monotonic() < end and job.running(), job.output()
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.1))  # a save takes about that long
@@ -166,7 +195,9 @@ def test_damaged_shard(damage, part, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content) if damage == "changed" else shard.unlink()
-    assert f"part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in resumed(tmp_path, "part/last.pt", 2)
+    assert f"part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in resumed(
+        tmp_path, "part/last.pt", 2
+    )
     output = resumed(tmp_path, "auto")
     assert f"skipped part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in output
     assert "resumed from part/previous.pt at epoch 2, sample 128" in output
@@ -176,18 +207,26 @@ def test_shards_of_another_model(part, tmp_path):
     """Refused by the arguments, or, if they say nothing, by the tensors."""
     copied(part, tmp_path)
     assert "it was saved with model lenet, and this run has convnet" in resumed(
-        tmp_path, "part/last.pt --model convnet", 2)
+        tmp_path, "part/last.pt --model convnet", 2
+    )
     saved = checkpoint(part)
-    saved["arguments"]["model"] = "convnet"
+    saved["config"]["model"] = "convnet"
     torch.save(saved, tmp_path / "part" / "last.pt")
-    assert "--resume part/last.pt does not fit this run (model: " in resumed(
-        tmp_path, "part/last.pt --model convnet", 2)
+    assert "--resume part/last.pt does not fit this run: model: " in resumed(
+        tmp_path, "part/last.pt --model convnet", 2
+    )
 
 
 def test_evaluation_of_unequal_shares(tmp_path):
     """With --dry-run, where 501 images are two batches on rank 0 and one on rank 1; and fewer images than ranks."""
     flags = "--model lenet --device cpu --epochs 1"
-    assert "epoch 1/1" in compute(f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --synthetic 5005 "
-                                  "--test-batch-size 500 --dry-run", cwd=tmp_path)
-    compute(f"{strategies(3, ROOT / 'mnist')['fsdp']} {flags} --synthetic 10 -b 1 --log-dir log", cwd=tmp_path)
-    assert checkpoint(tmp_path / "log")["history"][0]["val"]["images"] == 2  # on three ranks
+    assert "epoch " in compute(
+        f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --synthetic 5005 "
+        "--test-batch-size 500 --dry-run",
+        cwd=tmp_path,
+    )
+    compute(
+        f"{strategies(3, ROOT / 'mnist')['fsdp']} {flags} --synthetic 10 -b 1 --log-dir log",
+        cwd=tmp_path,
+    )
+    assert place(checkpoint(tmp_path / "log")) == (1, 0)  # two validation images on three ranks

@@ -23,31 +23,40 @@ SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
 def test_no_data_and_no_network(tmp_path, monkeypatch):
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/"])
     line = refused_here("mnist/single.py --data-dir nonexistent", tmp_path)
-    for part in ("nonexistent/MNIST/raw/train-images-idx3-ubyte", "Connection refused", "--synthetic"):
+    for part in (
+        "nonexistent/MNIST/raw/train-images-idx3-ubyte",
+        "Connection refused",
+        "--synthetic",
+    ):
         assert part in line
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    ("--batch-size 0", ["-b/--batch-size: 0"]),
-    ("--epochs -1", ["--epochs: -1"]),
-    ("--epochs two", ["--epochs", "whole number", "'two'"]),
-    ("--lr nan", ["--lr: nan"]),
-    ("--lr 0", ["--lr: 0"]),
-    ("--epoch 3", ["--epoch 3"]),
-    ("--workers 2", ["--workers 2"]),
-    ("--model resnet5", ["resnet5", "convnet", "lenet"]),
-    ("--batch-size 10000", ["one batch of 10000"]),
-    ("--resume nowhere.pt", ["--resume nowhere.pt", os.strerror(2)]),
-    ("--resume auto", ["--log-dir"]),
-    ("--checkpoint-every 0", ["--checkpoint-every: 0"]),
-    ("--synthetic 0", ["--synthetic: 0"]),
-    ("--log-dir /dev/null/log", ["/dev/null/log", os.strerror(20)]),
-    ("--checkpoint-dir /proc/here", ["/proc/here"]),
-    ("--seed 20000000000000", ["--seed: 20000000000000"]),
-    ("--device xpu", ["0 xpu devices", "--device cpu"]),
-    ("--device cuda:7", ["0 cuda:7 devices"]),
-    ("--compile", ["--compile needs a C++ compiler"]),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--batch-size 0", ["-b/--batch-size: 0"]),
+        ("--epochs -1", ["--epochs: -1"]),
+        ("--epochs two", ["--epochs", "'two'"]),
+        ("--lr nan", ["--lr: nan"]),
+        ("--lr 0", ["--lr: 0"]),
+        ("--epoch 3", ["--epoch 3"]),
+        ("--workers 2", ["--workers 2"]),
+        ("--model resnet5", ["resnet5", "convnet", "lenet"]),
+        ("--batch-size 10000", ["one batch of 10000"]),
+        ("--resume nowhere.pt", ["--resume nowhere.pt", os.strerror(2)]),
+        ("--resume auto", ["--log-dir"]),
+        ("--checkpoint-every 0", ["--checkpoint-every: 0"]),
+        ("--synthetic 0", ["--synthetic: 0"]),
+        ("--log-dir /dev/null/log", ["/dev/null/log", os.strerror(20)]),
+        ("--checkpoint-dir /proc/here", ["/proc/here"]),
+        ("--seed 20000000000000", ["--seed: 20000000000000"]),
+        ("--device xpu", ["0 xpu devices", "--device cpu"]),
+        ("--device cuda:7", ["0 cuda devices", "--device cpu"]),
+        ("--device nonsense", ["--device nonsense"]),
+        ("--compile", ["--compile needs a C++ compiler"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_wrong_flag(flags, says, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-compiler")
     line = refused_here(f"mnist/single.py --synthetic 320 {flags}", tmp_path)
@@ -56,25 +65,38 @@ def test_wrong_flag(flags, says, tmp_path, monkeypatch):
 
 
 def test_global_batch_that_does_not_divide(tmp_path):
-    assert "take a multiple of 3" in refused_here("imagenet/single.py --synthetic 320 -G 32 --accumulate 3", tmp_path)
+    assert "take a multiple of 3" in refused_here(
+        "imagenet/single.py --synthetic 320 -G 32 --accumulate 3", tmp_path
+    )
 
 
-@pytest.mark.parametrize("flags", ["-n 2 -nr 2", "-n 2 -nr 1"], ids=["no such machine", "no address of the first"])
+@pytest.mark.parametrize(
+    "flags", ["-n 2 -nr 2", "-n 2 -nr 1"], ids=["no such machine", "no address of the first"]
+)
 def test_wrong_machines(flags, tmp_path, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1") if flags.endswith("2") else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "1") if flags.endswith("2") else monkeypatch.delenv(
+            name, raising=False
+        )
     assert "MASTER_ADDR" in refused_here(f"mnist/ddp_spawn.py --synthetic 320 {flags}", tmp_path)
 
 
-@pytest.mark.parametrize(("flags", "says"), [("-g 4 -b 100", "one batch of 100 on each of 4"),
-                                             ("-g 2 --resume nowhere.pt", "--resume nowhere.pt")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("-g 4 -b 100", "one batch of 100 on each of 4"),
+        ("-g 2 --resume nowhere.pt", "--resume nowhere.pt"),
+    ],
+)
 def test_one_line_of_all_processes(flags, says, tmp_path):
     assert says in refused(f"{SPAWN} --synthetic 320 {flags}", tmp_path)
 
 
 def test_one_line_under_a_launcher(tmp_path):
     """torchrun adds lines of its own; the recipe still says it once."""
-    job = Job(f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py -b 0", cwd=tmp_path)
+    job = Job(
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py -b 0", cwd=tmp_path
+    )
     assert job.finish() != 0
     assert job.output().count("-b/--batch-size: 0") == 1
 
@@ -88,15 +110,24 @@ def test_without_a_launcher(tmp_path):
     assert "torchrun --nproc-per-node=2" in line
 
 
-@pytest.mark.parametrize(("recipe", "launcher"), [
-    ("single", "torchrun --standalone --nproc-per-node=2"), ("hvd", "torchrun --standalone --nproc-per-node=2"),
-    ("single", "horovodrun --gloo -np 2 python")])
+@pytest.mark.parametrize(
+    ("recipe", "launcher"),
+    [
+        ("single", "torchrun --standalone --nproc-per-node=2"),
+        ("hvd", "torchrun --standalone --nproc-per-node=2"),
+        ("single", "horovodrun --gloo -np 2 python"),
+    ],
+)
 def test_a_launcher_of_another_recipe(recipe, launcher, tmp_path):
     if recipe == "hvd" or "horovodrun" in launcher:
         need_horovod("gloo")
     job = Job(f"{launcher} {ROOT}/mnist/{recipe}.py --synthetic 320 --dry-run", tmp_path)
     assert job.finish() != 0
-    assert re.search(rf"^(\[0\]<stderr>:)?{recipe}.py: a launcher started several of these", job.output(), re.MULTILINE)
+    assert re.search(
+        rf"^(\[0\]<stderr>:)?{recipe}.py: a launcher started 2 of these",
+        job.output(),
+        re.MULTILINE,
+    )
     assert "epoch 1" not in job.output()
     assert not list(tmp_path.iterdir())
 
@@ -106,9 +137,14 @@ def test_a_package_that_is_missing(recipe, package, tmp_path):
     """The traceback shows the import, and its comment says where the package comes from (PyPI's apex has no amp)."""
     (tmp_path / "site" / package).mkdir(parents=True)
     (tmp_path / "site" / package / "__init__.py").touch()
-    shown = run(f"python {ROOT}/mnist/{recipe}.py", tmp_path, status=1, PYTHONPATH=str(tmp_path / "site"))
-    lines = [line for line in (ROOT / "mnist" / f"{recipe}.py").read_text().splitlines()
-             if line.startswith((f"from {package} ", f"import {package}"))]
+    shown = run(
+        f"python {ROOT}/mnist/{recipe}.py", tmp_path, status=1, PYTHONPATH=str(tmp_path / "site")
+    )
+    lines = [
+        line
+        for line in (ROOT / "mnist" / f"{recipe}.py").read_text().splitlines()
+        if line.startswith((f"from {package} ", f"import {package}"))
+    ]
     assert len(lines) == 1
     assert "#" in lines[0]
     assert lines[0] in shown
@@ -133,11 +169,17 @@ def altered(log, **values):
     return "log/altered.pt"
 
 
-@pytest.mark.parametrize(("command", "says"), [
-    ("cifar10/single.py --model convnet", "dataset mnist"), ("mnist/single.py --wd 0.1", "weight_decay 0"),
-    ("mnist/single.py --model lenet", "model convnet"), ("mnist/single.py --seed 1", "seed 0"),
-    ("mnist/single.py --synthetic 640", "synthetic 320"), ("mnist/single.py --scale-lr none", "scale_lr linear"),
-])
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("cifar10/single.py --model convnet", "dataset mnist"),
+        ("mnist/single.py --wd 0.1", "weight_decay 0"),
+        ("mnist/single.py --model lenet", "model convnet"),
+        ("mnist/single.py --seed 1", "seed 0"),
+        ("mnist/single.py --synthetic 640", "synthetic 320"),
+        ("mnist/single.py --scale-lr none", "scale_lr linear"),
+    ],
+)
 def test_checkpoint_of_another_run(command, says, log, tmp_path):
     name, _, flags = command.partition(" ")
     line = refused_here(f"{name} --synthetic 320 --resume log/last.pt {flags}", tmp_path)
@@ -147,16 +189,30 @@ def test_checkpoint_of_another_run(command, says, log, tmp_path):
 def test_checkpoint_of_the_same_run(log, tmp_path):
     """A flag with the value of its default is not another run."""
     flags = "--log-dir log --resume auto --wd 0 --warmup-epochs 1 --momentum 0.9"
-    assert "nothing left to do" in compute(f"{SINGLE} --synthetic 320 --epochs 2 {flags}", cwd=tmp_path)
+    assert "nothing left to do" in compute(
+        f"{SINGLE} --synthetic 320 --epochs 2 {flags}", cwd=tmp_path
+    )
 
 
-@pytest.mark.parametrize("part", [
-    {"format": checkpoints.FORMAT + 1}, {"format": checkpoints.FORMAT - 1}, {"model": None}, {"model": {}},
-    {"optimizer": None}, {"epoch": None}, {"samples": "many"}, {"samples": float("inf")}, {"history": None},
-    {"arguments": None}, {"arguments": {}},
-], ids=str)
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"format": checkpoints.FORMAT + 1},
+        {"format": checkpoints.FORMAT - 1},
+        {"model": None},
+        {"model": {}},
+        {"optimizer": None},
+        {"position": None},
+        {"position": {"epoch": "many"}},
+        {"sums": None},
+        {"config": None},
+    ],
+    ids=str,
+)
 def test_checkpoint_of_another_kind(part, log, tmp_path):
-    line = refused_here(f"mnist/single.py --synthetic 320 --resume {altered(log, **part)}", tmp_path)
+    line = refused_here(
+        f"mnist/single.py --synthetic 320 --resume {altered(log, **part)}", tmp_path
+    )
     assert "does not fit" in line
 
 
@@ -170,14 +226,20 @@ class Harm:
 
 def test_broken_checkpoint(log, tmp_path):
     (tmp_path / "text.pt").write_text("This is not a checkpoint.")
-    assert "--resume text.pt" in refused_here("mnist/single.py --synthetic 320 --resume text.pt", tmp_path)
+    assert "--resume text.pt" in refused_here(
+        "mnist/single.py --synthetic 320 --resume text.pt", tmp_path
+    )
     (log / "last.pt").write_bytes((log / "last.pt").read_bytes()[:-1000])
-    assert "log/last.pt" in refused_here("mnist/single.py --synthetic 320 --resume log/last.pt", tmp_path)
+    assert "log/last.pt" in refused_here(
+        "mnist/single.py --synthetic 320 --resume log/last.pt", tmp_path
+    )
     assert "log/last.pt" in refused(f"{SPAWN} -g 2 --synthetic 320 --resume log/last.pt", tmp_path)
     for path in log.glob("*.pt"):
         path.write_bytes(b"")
     for folder in ("log", "log/../log"):
-        line = refused_here(f"mnist/single.py --synthetic 320 --log-dir {folder} --resume auto", tmp_path)
+        line = refused_here(
+            f"mnist/single.py --synthetic 320 --log-dir {folder} --resume auto", tmp_path
+        )
         assert "last.pt" in line
         assert "previous.pt" in line
 
@@ -190,21 +252,33 @@ def test_a_checkpoint_that_runs_code_is_refused(log, tmp_path):
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("flags", [
-    "--log-dir log", "--checkpoint-dir log", "--log-dir mine", "--log-dir log --resume log/previous.pt",
-    "--checkpoint-dir log --resume log/best.pt", "--log-dir log --resume elsewhere.pt",
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--log-dir log",
+        "--checkpoint-dir log",
+        "--log-dir mine",
+        "--log-dir log --resume log/previous.pt",
+        "--checkpoint-dir log --resume log/best.pt",
+        "--log-dir log --resume elsewhere.pt",
+    ],
+)
 def test_folder_of_another_run(flags, log, tmp_path):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "results.json").write_text("not by a recipe")
-    torch.save({**checkpoint(log), "epoch": 1}, tmp_path / "elsewhere.pt")
-    torch.save({**checkpoint(log), "epoch": 1}, log / "best.pt")
-    assert "choose another --log-dir" in refused_here(f"mnist/single.py --synthetic 320 --epochs 3 {flags}", tmp_path)
+    (tmp_path / "mine" / "results.jsonl").write_text('{"event": "evaluation"}')
+    torch.save({**checkpoint(log), "best": {"value": 1.0}}, tmp_path / "elsewhere.pt")
+    torch.save({**checkpoint(log), "best": {"value": 1.0}}, log / "best.pt")
+    assert "choose another --log-dir" in refused_here(
+        f"mnist/single.py --synthetic 320 --epochs 3 {flags}", tmp_path
+    )
 
 
 def test_adasum_on_gloo(tmp_path):
     need_horovod("gloo")
-    job = Job(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 320 --use-adasum", cwd=tmp_path)
+    job = Job(
+        f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 320 --use-adasum",
+        cwd=tmp_path,
+    )
     assert job.finish() != 0
     assert job.output().count("--use-adasum needs MPI") == 1
 
@@ -213,22 +287,30 @@ def test_truncated_mnist(real_data, tmp_path):
     shutil.copytree(real_data("mnist") / "MNIST", tmp_path / "MNIST")
     images = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:1_000_000])
-    assert "MNIST/raw/train-images-idx3-ubyte" in refused_here("mnist/single.py --data-dir .", tmp_path)
+    assert "MNIST/raw/train-images-idx3-ubyte" in refused_here(
+        "mnist/single.py --data-dir .", tmp_path
+    )
     assert str(images) in refused(f"{SPAWN} -g 2 --data-dir {tmp_path}", tmp_path)
 
 
 def test_a_cifar10_batch_of_another_kind(tmp_path):
     canary = tmp_path / "canary"
     for content in (pickle.dumps({"images": []}), b"", pickle.dumps(Harm(canary))):
-        for name in cifar.FILES:
+        for name in (*cifar.TRAIN_FILES, *cifar.VAL_FILES):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(content)
-        assert cifar.FILES[0] in refused_here("cifar10/single.py --data-dir .", tmp_path)
+        assert cifar.TRAIN_FILES[0] in refused_here("cifar10/single.py --data-dir .", tmp_path)
     assert not canary.exists(), "a pickle that runs code is refused"
 
 
 def test_help_shows_commands_groups_and_defaults(tmp_path):
     shown = compute(f"{SINGLE} --help", cwd=tmp_path)
-    for part in (*commands(ROOT / "mnist" / "single.py"), "data:", "training:", "device:", "output:", "(default: 64)"):
+    for part in (
+        *commands(ROOT / "mnist" / "single.py"),
+        "run:",
+        "checkpoints:",
+        "output:",
+        "(default: 64)",
+    ):
         assert part in shown
     assert "default: None" not in shown
