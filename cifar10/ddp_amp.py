@@ -181,7 +181,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
                 epoch_over = False
                 break
             images, labels = to_device(batch, device)
-            rates.set(position.epochs_done(len(train.dataset)))
+            rates.set(position.epochs_done(train.sampler.length))
             optimizer.zero_grad()
             # amp: forward and loss only.
             with torch.autocast(device.type, AMP_DTYPES[args.amp_dtype]):
@@ -228,7 +228,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         require_finite(val_result["loss"])
         position.end_interval(epoch_over)
         sums.reset()
-        done = f"epoch {position.epochs_done(len(train.dataset)):.4g}/{epochs:.4g}"
+        done = f"epoch {position.epochs_done(train.sampler.length):.4g}/{epochs:.4g}"
         line = f"{done}: {text(train_result)} | val {text(val_result)}"
         log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
         save(is_best=best.update(val_result["accuracy"]))

@@ -256,13 +256,14 @@ def check_format(saved: dict) -> None:
 
 
 def check_config(saved: dict, config: dict, may_differ: frozenset | set) -> None:
-    """Raise InputError if a flag that both have is another, and is not one that may differ."""
-    config = as_json(config)
-    for flag in saved.keys() & config.keys() - may_differ:
-        if saved[flag] != config[flag]:
-            raise InputError(
-                f"it was saved with {flag} {saved[flag]}, and this run has {config[flag]}"
-            )
+    """Raise InputError if flags that both have differ, and are not of those that may."""
+    differences = [
+        f"{flag} {saved[flag]} (and this run {value})"
+        for flag, value in as_json(config).items()
+        if flag in saved and saved[flag] != value and flag not in may_differ
+    ]
+    if differences:
+        raise InputError(f"it was saved with {', '.join(differences)}")
 
 
 def load(saved: dict, state: dict, optional: tuple = ()) -> None:

@@ -45,17 +45,19 @@ class EpochSampler(Sampler[int]):
                 f"on each of {world_size} processes"
             )
         # In shared memory, so that loader workers, which live through all epochs, see it.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self.set_epoch(0)
+        self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        return self._epoch.item()
+        return self._place[0].item()
+
+    @property
+    def start(self) -> int:
+        return self._place[1].item()
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already."""
-        self._epoch.fill_(epoch)
-        self.start = start
+        self._place.copy_(torch.tensor([epoch, start]))
 
     def __len__(self) -> int:
         """The samples that this rank reads in the rest of the epoch."""

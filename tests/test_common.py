@@ -223,7 +223,7 @@ def test_a_checkpoint_is_loaded_and_compared_flag_by_flag(tmp_path):
     assert found.path == tmp_path / "last.pt"
     assert torch.equal(model.weight, other.weight)
     assert there.samples == 7
-    with pytest.raises(InputError, match="hidden 64, and this run has 32"):
+    with pytest.raises(InputError, match=r"hidden 64 \(and this run 32\)"):
         checkpoint.resume("auto", tmp_path, state, {"hidden": 32})
 
 
