@@ -292,6 +292,7 @@ def main(local_rank, args):
         devices.compile_model(model, cuda_graphs=args.accumulate == 1)
     # dist: the global batch is world_size times larger.
     lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    # The schedule multiplies the rate of each of its parameter groups.
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
@@ -302,7 +303,7 @@ def main(local_rank, args):
     model.broadcast_buffers = False
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"imagenet: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
+    setup = f"{args.dataset}: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
     # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
     # group lets Gloo abort.

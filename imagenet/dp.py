@@ -236,6 +236,7 @@ def main():
     if args.compile:
         devices.compile_model(model, cuda_graphs=args.accumulate == 1)
     lr = args.lr
+    # The schedule multiplies the rate of each of its parameter groups.
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
@@ -244,7 +245,7 @@ def main():
         model = nn.DataParallel(model, gpus)
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size 1 | {devices.describe(device)}"
-    setup = f"imagenet: DataParallel, {len(gpus)} GPUs | {place} | {batch} | lr {lr:g}"
+    setup = f"{args.dataset}: DataParallel, {len(gpus)} GPUs | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])
 
 

@@ -243,6 +243,7 @@ def main():
         devices.compile_model(model)
     # dist: the global batch is world_size times larger.
     lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    # The schedule multiplies the rate of each of its parameter groups.
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
@@ -258,7 +259,7 @@ def main():
     hooks.register(model, args.comm_hook, args.powersgd_rank)
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"mnist: DDP, torchrun | {place} | {batch} | lr {lr:g}"
+    setup = f"{args.dataset}: DDP, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 

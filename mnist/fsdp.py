@@ -267,13 +267,14 @@ def main():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
     # fsdp: before the optimizer, which then has a share of each weight.
     fully_shard(model, mesh=mesh, mp_policy=root_policy)
+    # The schedule multiplies the rate of each of its parameter groups.
     # fsdp: foreach, as fused SGD takes no shards.
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, foreach=True
     )
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"mnist: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
+    setup = f"{args.dataset}: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 

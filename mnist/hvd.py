@@ -261,12 +261,13 @@ def main():
     loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
     if args.channels_last:
         devices.use_channels_last(model)
-    # dist: Horovod sends only NCHW, --channels-last or not.
-    model.to(memory_format=torch.contiguous_format)
     if args.compile:
         devices.compile_model(model)
+    # dist: Horovod sends only NCHW, --channels-last or not.
+    model.to(memory_format=torch.contiguous_format)
     # dist: the global batch is world_size times larger.
     lr = args.lr * schedule.lr_factor(args.scale_lr, averaged(args, device), args.global_batch_size)
+    # The schedule multiplies the rate of each of its parameter groups.
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
@@ -284,7 +285,7 @@ def main():
     # dist: what carries its messages.
     kind = "MPI" if hvd.mpi_enabled() else "Gloo"
     place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"mnist: Horovod, {kind} | {place} | {batch} | lr {lr:g}"
+    setup = f"{args.dataset}: Horovod, {kind} | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 

@@ -1,0 +1,350 @@
+"""Fine-tune a pretrained ResNet with DistributedDataParallel, started by torchrun.
+
+    wget -O resnet18.pth https://download.pytorch.org/models/resnet18-f37072fd.pth
+    torchrun --nproc-per-node=2 examples/finetune.py --init-from resnet18.pth --init-partial
+    torchrun --nproc-per-node=2 examples/finetune.py
+
+Read it beside mnist/ddp_launch.py. --init-partial leaves out the weights of the last layer, which
+has other classes. Without --init-from all weights are random, and without --data-dir the images.
+"""
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# dist: before init_process_group, as its functions take the default group as a default argument:
+# imported later (DDP imports it), they keep the group alive after destroy_process_group.
+import torch.distributed.nn
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.models import resnet18
+from torchvision.transforms import v2
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import checkpoint, devices, flags, flight_recorder, hooks, launch, profiler, schedule
+from common.data import DataObject, EpochSampler, Seeded, to_device
+from common.errors import InputError
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
+from common.workers import data_loader
+from images.data import Normalise, generate
+
+# As in pretraining on ImageNet.
+normalise = Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+
+
+def parse_args():
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="finetune")
+    add = parser.add_argument
+    add("--data-dir", help="folder with train/ and val/, a folder of images per class in each")
+    add("--synthetic", type=flags.positive_int, default=640, help="generated, or --data-dir")
+    add("--image-size", type=flags.image_size, default=64, help="height and width in pixels")
+    add("--workers", type=flags.non_negative_int, default=1, help="of the loader, per process")
+    add("--epochs", type=flags.positive_int, default=3, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=16, help="images per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=64, help="in evaluation")
+    add("--lr", type=flags.positive_float, default=0.002, help="learning rate of one process")
+    add("--head-lr", type=flags.positive_float, default=0.02, help="of the new last layer")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="to the scaled --lr")
+    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
+    add("--channels-last", action="store_true", help="NHWC images and weights")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    # dist: compress gradients, for slow links.
+    add("--comm-hook", choices=hooks.HOOKS, default="none", help="how gradients travel")
+    add("--powersgd-rank", type=flags.positive_int, default=2, help="columns; fewer send less")
+    # dist: torch.distributed.launch passes it.
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
+    flags.add_run_flags(parser)
+    return parser.parse_args()
+
+
+class Transformed(Dataset):
+    """`dataset`, a sequence of (image, label), with its images transformed."""
+
+    def __init__(self, dataset, transform, classes):
+        self.dataset = dataset
+        self.transform = transform
+        self.classes = classes
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        """uint8 [3, size, size] and its label."""
+        image, label = self.dataset[index]
+        return self.transform(image), label
+
+
+def load(args):
+    """Return a dataset for training and one for validation; raises InputError."""
+    size = args.image_size
+    if args.data_dir:
+        try:
+            sets = [ImageFolder(Path(args.data_dir, part)) for part in ("train", "val")]
+        except OSError as error:
+            raise InputError(f"--data-dir {args.data_dir}: {error}") from error
+        classes = len(sets[0].classes)
+    else:
+        sets = generate(args.synthetic, channels=3, size=size, seed=args.seed)
+        classes = 10
+    crop = [v2.ToImage(), v2.RandomResizedCrop(size, scale=(0.5, 1)), v2.RandomHorizontalFlip()]
+    whole = [v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)]
+    return [
+        Transformed(dataset, v2.Compose([*steps, v2.ToPureTensor()]), classes)
+        for dataset, steps in zip(sets, (crop, whole), strict=True)
+    ]
+
+
+def freeze(model):
+    """Let the first layers keep their weights; they get no gradient, and no optimizer step."""
+    for part in (model.conv1, model.bn1, model.layer1, model.layer2):
+        part.requires_grad_(False)
+
+
+def train_mode(model):
+    """model.train(), but BatchNorm keeps its statistics: batches of fine-tuning are few and small.
+
+    A frozen BatchNorm is not frozen without it, as its statistics are no weights.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
+def load_data(args, device, rank, world_size):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = load(args)
+    # dist: all ranks share --global-batch-size.
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
+    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    train_sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=args.seed)
+    # dist: each image once; torch's DistributedSampler repeats some, which count twice.
+    val_sampler = range(rank, len(val_set), world_size)
+    options = {"workers": args.workers, "pin_memory": device.type != "cpu"}
+    # Each epoch augments anew, as a function of seed, epoch and index.
+    seeded = Seeded(train_set, train_sampler)
+    train_loader = data_loader(seeded, train_sampler, batch_size, **options)
+    val_loader = data_loader(val_set, val_sampler, args.test_batch_size, **options)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+def averages(total):
+    """The loss (nats) and accuracy of the sums of all ranks."""
+    return {"loss": total["loss"] / total["images"], "accuracy": total["correct"] / total["images"]}
+
+
+def text(result):
+    return f"loss {result['loss']:.4f} acc {result['accuracy']:.2%}"
+
+
+@torch.inference_mode()
+def evaluate(args, model, val, device, watchdog):
+    """Return loss and accuracy over the whole validation set, each image once."""
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    sums = Sums(device, "loss", "correct", "images")
+    for batch in watchdog(val.loader):
+        images, labels = to_device(batch, device)
+        logits = model(normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        correct = (logits.argmax(1) == labels).sum()
+        sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
+        if args.dry_run:
+            break
+    # dist: each rank evaluated only its share: sum over all, then divide once.
+    return averages(sums.total(dist.all_reduce))
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "correct", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    state = {"model": model.module, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": f"DDP, torchrun, world size {world_size}"}
+    # dist: flags of the launch and of communication may differ in a run that goes on.
+    may_differ = checkpoint.MAY_DIFFER | {"comm_hook", "local_rank", "powersgd_rank"}
+    found = checkpoint.resume(
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
+        # dist: to check that all ranks read the same file.
+        all_reduce=dist.all_reduce,
+    )
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not args.dry_run and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    if position.finished(args.epochs, args.max_steps):
+        log.say("nothing left to do: the run has had its --epochs or --max-steps")
+    # dist: before it ends a rank that waits, the rank writes what it communicated last.
+    recorder = flight_recorder.writer(args.log_dir, rank, world_size, device)
+    watchdog = Watchdog(args.timeout, before_end=recorder)
+    stop = StopSignal()
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device, rank)
+        train_mode(model)
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for batch in batches:
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            images, labels = to_device(batch, device)
+            rates.set(position.epochs_done(train.sampler.length))
+            optimizer.zero_grad()
+            logits = model(normalise(images))
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()
+            optimizer.step()
+            correct = (logits.argmax(1) == labels).sum()
+            sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            # dist: each rank draws its own dropout.
+            seed_step(args.seed, position, device, rank)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                # dist: also sums the flag: ranks that stop at different steps wait for each other.
+                total = sums.total(dist.all_reduce, stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": rates.first})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        # dist: over all ranks.
+        total = sums.total(dist.all_reduce, stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            # dist: torchrun --max-restarts starts the ranks again that were not told to stop.
+            launch.restart_unless_told(stop)
+            return
+        train_result = averages(total)
+        # dist: without the wrapper, as the shares of the ranks may differ in their batches.
+        val_result = evaluate(args, model.module, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(train.sampler.length):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
+        save(is_best=best.update(val_result["accuracy"]))
+        if args.dry_run:
+            break
+
+
+def main():
+    args = parse_args()
+    # dist: else a rank waits for ever when its launcher is killed.
+    launch.die_with_parent()
+    # dist: torchrun sets both, for each machine.
+    local_rank, local_world_size = launch.torchrun_env()
+    # dist: one device per process.
+    device = devices.pick(args.device, local_rank, local_world_size)
+    devices.tune(device)
+    if device.type != "cpu":
+        # dist: first, or every rank opens a context on GPU 0.
+        torch.accelerator.set_device_index(device.index)
+    # dist: NCCL for CUDA, Gloo on a CPU.
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
+    # dist: over all machines.
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch.check_world_size(world_size)
+    train, val = load_data(args, device, rank, world_size)
+    torch.manual_seed(args.seed)
+    model = resnet18(num_classes=train.dataset.classes).to(device)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    # dist: before the wrapper, which would wait for the gradients of frozen weights.
+    freeze(model)
+    if args.channels_last:
+        devices.use_channels_last(model)
+    if args.compile:
+        devices.compile_model(model)
+    # dist: the global batch is world_size times larger.
+    lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    # The schedule multiplies the rate of each of its parameter groups.
+    head = list(model.fc.parameters())
+    body = [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and not name.startswith("fc.")
+    ]
+    groups = [{"params": body}, {"params": head, "lr": lr * args.head_lr / args.lr}]
+    optimizer = torch.optim.SGD(
+        groups, lr, args.momentum, weight_decay=args.weight_decay, fused=True
+    )
+    # dist: averages the gradients of all ranks in backward, while others are still computed.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
+    # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
+    model.broadcast_buffers = False
+    if args.comm_hook == "powersgd" and args.compile:
+        # dist: torch's hook fails with a compiled model.
+        raise InputError("--comm-hook powersgd: leave out --compile")
+    # dist: with --comm-hook, gradients travel in fewer bytes.
+    hooks.register(model, args.comm_hook, args.powersgd_rank)
+    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"{args.dataset}: DDP, torchrun | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
+
+
+if __name__ == "__main__":
+    with launch.plain_exits():
+        main()
+        # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
+        # group lets Gloo abort.
+        gc.collect()
+        # dist: closes the connections; NCCL warns without it.
+        dist.destroy_process_group()

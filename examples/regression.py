@@ -1,0 +1,330 @@
+"""Regression on a table with DistributedDataParallel, started by torchrun.
+
+    torchrun --nproc-per-node=2 examples/regression.py
+    torchrun --nproc-per-node=2 examples/regression.py --table houses.csv
+
+Read it beside mnist/ddp_launch.py.
+"""
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# dist: before init_process_group, as its functions take the default group as a default argument:
+# imported later (DDP imports it), they keep the group alive after destroy_process_group.
+import torch.distributed.nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+from common import checkpoint, devices, flags, flight_recorder, hooks, launch, profiler, schedule
+from common.data import DataObject, EpochSampler, TensorLoader, to_device
+from common.errors import InputError
+from common.log import Log, new_folder
+from common.metrics import Best, Sums, require_finite
+from common.position import Position, seed_step
+from common.stop import StopSignal
+from common.watchdog import Watchdog
+
+
+def parse_args():
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="regression")
+    add = parser.add_argument
+    add("--table", help=".npy or .csv with one line of names; the last column is the target")
+    add("--synthetic", type=flags.positive_int, default=20_000, help="generated rows, or --table")
+    add("--width", type=flags.positive_int, default=64, help="units of a hidden layer")
+    add("--epochs", type=flags.positive_int, default=5, help="passes over the data")
+    add("-b", "--batch-size", type=flags.positive_int, default=64, help="rows per process")
+    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
+    add("--test-batch-size", type=flags.positive_int, default=1000, help="in evaluation")
+    add("--lr", type=flags.positive_float, default=0.001, help="learning rate of one process")
+    add("--scale-lr", choices=("linear", "sqrt", "none"), default="sqrt", help="by processes")
+    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="to the scaled --lr")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=0.01, help="of AdamW")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    # dist: compress gradients, for slow links.
+    add("--comm-hook", choices=hooks.HOOKS, default="none", help="how gradients travel")
+    add("--powersgd-rank", type=flags.positive_int, default=2, help="columns; fewer send less")
+    # dist: torch.distributed.launch passes it.
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
+    flags.add_run_flags(parser)
+    return parser.parse_args()
+
+
+def read_table(path):
+    """The numbers in the file `path`, [rows, columns]; raises InputError."""
+    try:
+        if path.endswith(".npy"):
+            table = np.load(path)
+        else:
+            table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
+        if table.ndim != 2 or table.shape[1] < 2 or not np.isfinite(table).all():
+            raise ValueError(f"finite numbers [rows, columns] are needed, not {table.shape}")
+        return torch.from_numpy(table).to(torch.get_default_dtype())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--table {path}: {error}") from error
+
+
+def generate(rows, seed):
+    """Ten features, of which five count, and a target (Friedman 1991, its first problem)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, 10, generator=generator)
+    noise = torch.randn(rows, generator=generator)
+    target = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
+    target += 10 * x[:, 3] + 5 * x[:, 4] + noise
+    return torch.cat((x, target[:, None]), dim=1)
+
+
+def load(args):
+    """Return a TensorDataset for training and one for validation: features [columns], target []."""
+    table = read_table(args.table) if args.table else generate(args.synthetic, args.seed)
+    # dist: the same on each rank, or they train on each other's validation rows.
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(args.seed))
+    val_rows, train_rows = table[order].split([len(table) // 5, len(table) - len(table) // 5])
+    return [
+        TensorDataset(rows[:, :-1].contiguous(), rows[:, -1].contiguous())
+        for rows in (train_rows, val_rows)
+    ]
+
+
+class Network(nn.Module):
+    """Two hidden layers: features [batch, columns] to predictions [batch], in the target's unit.
+
+    It standardises both with the mean and deviation of `features` and `target`, which are buffers,
+    so that a checkpoint holds all that a prediction needs.
+    """
+
+    def __init__(self, features, target, width):
+        super().__init__()
+        self.register_buffer("mean", features.mean(dim=0))
+        self.register_buffer("std", features.std(dim=0).clamp_min(1e-12))
+        self.register_buffer("target_mean", target.mean())
+        self.register_buffer("target_std", target.std())
+        self.layers = nn.Sequential(
+            nn.Linear(features.shape[1], width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, 1),
+            nn.Flatten(0),
+        )
+
+    def forward(self, features):
+        output = self.layers((features - self.mean) / self.std)
+        return output * self.target_std + self.target_mean
+
+
+def load_data(args, device, rank, world_size):
+    """Return a DataObject for training and one for validation."""
+    train_set, val_set = load(args)
+    # dist: all ranks share --global-batch-size.
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
+    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    train_sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=args.seed)
+    # dist: each row once; torch's DistributedSampler repeats some, which count twice.
+    val_sampler = range(rank, len(val_set), world_size)
+    train_loader = TensorLoader(train_set, train_sampler, batch_size, device)
+    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, device)
+    train = DataObject(train_set, train_sampler, train_loader)
+    return train, DataObject(val_set, val_sampler, val_loader)
+
+
+def averages(total):
+    """The mean squared and absolute errors of all ranks, in the target's unit (squared)."""
+    squared = total["loss"] / total["rows"]
+    return {"loss": squared, "rmse": squared**0.5, "mae": total["absolute"] / total["rows"]}
+
+
+def text(result):
+    return f"rmse {result['rmse']:.4f} mae {result['mae']:.4f}"
+
+
+@torch.inference_mode()
+def evaluate(args, model, val, device, watchdog):
+    """Return the errors over the whole validation set, each row once."""
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    model.eval()
+    sums = Sums(device, "loss", "absolute", "rows")
+    for batch in watchdog(val.loader):
+        features, target = to_device(batch, device)
+        error = model(features) - target
+        sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
+        if args.dry_run:
+            break
+    # dist: each rank evaluated only its share: sum over all, then divide once.
+    return averages(sums.total(dist.all_reduce))
+
+
+def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
+    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
+    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
+    position = Position()
+    sums = Sums(device, "loss", "absolute", "rows")
+    best = Best(lowest=True)
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    state = {"model": model.module, "optimizer": optimizer}
+    state |= {"position": position, "sums": sums, "best": best}
+    config = vars(args) | {"saved_by": f"DDP, torchrun, world size {world_size}"}
+    # dist: flags of the launch and of communication may differ in a run that goes on.
+    may_differ = checkpoint.MAY_DIFFER | {"comm_hook", "local_rank", "powersgd_rank"}
+    found = checkpoint.resume(
+        args.resume,
+        args.checkpoint_dir or args.log_dir,
+        state,
+        config,
+        may_differ,
+        # dist: to check that all ranks read the same file.
+        all_reduce=dist.all_reduce,
+    )
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not args.dry_run and rank == 0
+    log = Log(log_dir if writes else None, "rows", args.log_seconds, quiet=rank != 0)
+    if writes:
+        checkpoint.claim(folder, log_dir, found)
+    log.start(position, config, [*lines, *found.lines(position)])
+    if position.finished(args.epochs, args.max_steps):
+        log.say("nothing left to do: the run has had its --epochs or --max-steps")
+    # dist: before it ends a rank that waits, the rank writes what it communicated last.
+    recorder = flight_recorder.writer(args.log_dir, rank, world_size, device)
+    watchdog = Watchdog(args.timeout, before_end=recorder)
+    stop = StopSignal()
+
+    def save(is_best=False):
+        # It may take longer than a step.
+        watchdog.cancel()
+        if writes:
+            checkpoint.save(folder, state, config, is_best)
+
+    while not position.finished(args.epochs, args.max_steps):
+        # A new order each epoch; a resumed epoch goes on in the same order.
+        train.sampler.set_epoch(position.epoch, position.samples)
+        seed_step(args.seed, position, device, rank)
+        model.train()
+        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
+        log.begin(position, steps_left, train.sampler.global_batch)
+        batches = watchdog(train.loader)
+        if args.profile and writes:
+            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
+        epoch_over = True
+        for batch in batches:
+            if position.evaluation_due(args.eval_every, args.max_steps):
+                epoch_over = False
+                break
+            features, target = to_device(batch, device)
+            rates.set(position.epochs_done(train.sampler.length))
+            optimizer.zero_grad()
+            error = model(features) - target
+            loss = error.square().mean()
+            loss.backward()
+            optimizer.step()
+            error = error.detach()
+            sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
+            # Data order, rates and random state are functions of the seed and this position.
+            position.advance(train.sampler.global_batch)
+            # dist: each rank draws its own dropout.
+            seed_step(args.seed, position, device, rank)
+            save_due = position.multiple_of(args.checkpoint_every)
+            if save_due or position.multiple_of(args.log_interval):
+                # dist: also sums the flag: ranks that stop at different steps wait for each other.
+                total = sums.total(dist.all_reduce, stop=stop.requested)
+                require_finite(total["loss"])
+                log.step(position, averages(total) | {"lr": rates.first})
+                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
+                if total["stop"]:
+                    break
+                if save_due:
+                    save()
+            if args.dry_run:
+                break
+        log.end(position, watchdog.waited)
+        # dist: over all ranks.
+        total = sums.total(dist.all_reduce, stop=stop.requested)
+        require_finite(total["loss"])
+        # Before the evaluation, which may take long.
+        save()
+        if total["stop"]:
+            log.stop(position, folder)
+            # dist: torchrun --max-restarts starts the ranks again that were not told to stop.
+            launch.restart_unless_told(stop)
+            return
+        train_result = averages(total)
+        # dist: without the wrapper, as the shares of the ranks may differ in their batches.
+        val_result = evaluate(args, model.module, val, device, watchdog)
+        require_finite(val_result["loss"])
+        position.end_interval(epoch_over)
+        sums.reset()
+        done = f"epoch {position.epochs_done(train.sampler.length):.4g}/{epochs:.4g}"
+        line = f"{done}: {text(train_result)} | val {text(val_result)}"
+        log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
+        save(is_best=best.update(val_result["rmse"]))
+        if args.dry_run:
+            break
+
+
+def main():
+    args = parse_args()
+    # dist: else a rank waits for ever when its launcher is killed.
+    launch.die_with_parent()
+    # dist: torchrun sets both, for each machine.
+    local_rank, local_world_size = launch.torchrun_env()
+    # dist: one device per process.
+    device = devices.pick(args.device, local_rank, local_world_size)
+    devices.tune(device)
+    if device.type != "cpu":
+        # dist: first, or every rank opens a context on GPU 0.
+        torch.accelerator.set_device_index(device.index)
+    # dist: NCCL for CUDA, Gloo on a CPU.
+    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
+    # dist: over all machines.
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    launch.check_world_size(world_size)
+    train, val = load_data(args, device, rank, world_size)
+    torch.manual_seed(args.seed)
+    model = Network(*train.dataset.tensors, args.width).to(device)
+    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    if args.compile:
+        devices.compile_model(model)
+    # dist: the global batch is world_size times larger.
+    lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    # The schedule multiplies the rate of each of its parameter groups.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr, weight_decay=args.weight_decay, fused=True
+    )
+    # dist: averages the gradients of all ranks in backward, while others are still computed.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
+    # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
+    model.broadcast_buffers = False
+    if args.comm_hook == "powersgd" and args.compile:
+        # dist: torch's hook fails with a compiled model.
+        raise InputError("--comm-hook powersgd: leave out --compile")
+    # dist: with --comm-hook, gradients travel in fewer bytes.
+    hooks.register(model, args.comm_hook, args.powersgd_rank)
+    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    place = f"world size {world_size} | {devices.describe(device)}"
+    setup = f"{args.dataset}: DDP, torchrun | {place} | {batch} | lr {lr:g}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
+
+
+if __name__ == "__main__":
+    with launch.plain_exits():
+        main()
+        # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
+        # group lets Gloo abort.
+        gc.collect()
+        # dist: closes the connections; NCCL warns without it.
+        dist.destroy_process_group()
