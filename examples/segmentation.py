@@ -162,12 +162,12 @@ def weighted_loss(logits, mask):
 
 
 def confusion_of(logits, mask):
-    """The pixels of each class (row) that are taken for each class (column), float32 [C, C]."""
+    """The pixels of each class (row) that are taken for each class (column): [C, C]."""
     known = mask != IGNORED
     pair = mask.where(known, 0) * CLASSES + logits.argmax(1)
     # torch.bincount and mask[known] would wait for the GPU.
     counts = torch.zeros(CLASSES**2, device=mask.device)
-    counts.index_add_(0, pair.flatten(), known.flatten().float())
+    counts.index_add_(0, pair.flatten(), known.flatten().to(counts.dtype))
     return counts.view(CLASSES, CLASSES)
 
 
