@@ -88,7 +88,7 @@ def text(result):
 # fsdp: not inference_mode(): the first forward makes buffers of FSDP, and can be this one.
 @torch.no_grad()
 def evaluate(args, model, val, device, watchdog, world_size):
-    """Return loss and accuracy over the whole validation set, each image once."""
+    """Return the averages over the whole validation set, each sample once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)

@@ -32,6 +32,8 @@ class Log:
         self.seconds = seconds
         self.writer = None
         self.warned = False
+        # Functions that get (figures by name, step), such as wandb.log and mlflow.log_metrics.
+        self.listeners = []
 
     def start(self, position: Position, config: dict, lines: list[str]) -> None:
         """Print `lines`, and begin results.jsonl with `config`, the flags of the run.
@@ -139,9 +141,11 @@ class Log:
             print(line, flush=True)
 
     def write(self, position: Position, event: str, figures: dict) -> None:
-        """Append a JSON line, and write the numbers among `figures` to TensorBoard."""
+        """Append a JSON line, write the figures to TensorBoard, and hand them to the listeners."""
         if self.folder is None:
             return
+        for listener in self.listeners:
+            listener(figures, position.steps)
         try:
             self._append(position, {"event": event, **figures})
             self._write_scalars(position, figures)

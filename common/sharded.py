@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def blocks(module: nn.Module):
-    """Yield the modules in each nn.Sequential: of ResNet its blocks, of ViT its layers."""
+    """Yield the modules in each list of modules: of ResNet its blocks, of ViT its layers."""
+    lists = (nn.Sequential, nn.ModuleList)
     for child in module.children():
-        if not isinstance(module, nn.Sequential) or isinstance(child, nn.Sequential):
+        if not isinstance(module, lists) or isinstance(child, lists):
             yield from blocks(child)
         # BatchNorm stays in fp32.
         elif list(child.parameters()) and not isinstance(child, nn.modules.batchnorm._BatchNorm):

@@ -119,7 +119,7 @@ def add_to(sums, loss, logits, labels):
 
 @torch.inference_mode()
 def evaluate(args, model, val, device, watchdog):
-    """Return loss and accuracy over the whole validation set, each image once."""
+    """Return the averages over the whole validation set, each sample once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)

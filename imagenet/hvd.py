@@ -122,7 +122,7 @@ def add_to(sums, loss, logits, labels):
 
 @torch.inference_mode()
 def evaluate(args, model, val, device, watchdog):
-    """Return loss and accuracy over the whole validation set, each image once."""
+    """Return the averages over the whole validation set, each sample once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
     model.eval()

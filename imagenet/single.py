@@ -94,7 +94,7 @@ def add_to(sums, loss, logits, labels):
 
 @torch.inference_mode()
 def evaluate(args, model, val, device, watchdog):
-    """Return loss and accuracy over the whole validation set, each image once."""
+    """Return the averages over the whole validation set, each sample once."""
     model.eval()
     sums = Sums(device, "loss", "correct", "correct5", "images")
     for batch in watchdog(val.loader):

@@ -70,7 +70,7 @@ def text(result):
 
 @torch.inference_mode()
 def evaluate(args, model, val, device, watchdog):
-    """Return loss and accuracy over the whole validation set, each image once."""
+    """Return the averages over the whole validation set, each sample once."""
     model.eval()
     sums = Sums(device, "loss", "correct", "images")
     for batch in watchdog(val.loader):
