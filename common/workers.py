@@ -5,7 +5,7 @@ import signal
 import threading
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from common.launch import die_with_parent
 
@@ -13,12 +13,17 @@ from common.launch import die_with_parent
 def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **options) -> DataLoader:
     """A DataLoader whose `workers` processes are started here, and live until the process ends.
 
-    `options` are further arguments of DataLoader, such as collate_fn and pin_memory.
+    An IterableDataset takes no `sampler`. `options` are further arguments of DataLoader, such as
+    collate_fn and pin_memory.
     """
-    batches = QuietBatchSampler(sampler, batch_size, drop_last=False)
+    if isinstance(dataset, IterableDataset):
+        batches = None
+        options["batch_size"] = batch_size
+    else:
+        batches = QuietBatchSampler(sampler, batch_size, drop_last=False)
+        options["batch_sampler"] = batches
     loader = DataLoader(
         dataset,
-        batch_sampler=batches,
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=begin_worker,
@@ -28,12 +33,13 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
         multiprocessing_context="fork" if workers else None,
         **options,
     )
-    # Start the workers now, by an empty pass. Training starts threads (Gloo, autograd), and in
-    # CPython 3.11 a fork can deadlock while one creates or deletes its Python state: 1 fork in
-    # 400, on two busy cores.
+    # Start the workers now, by a pass that reads nothing (of a stream, a few batches). Training
+    # starts threads (Gloo, autograd), and in CPython 3.11 a fork can deadlock while one creates or
+    # deletes its Python state: 1 fork in 400, on two busy cores.
     if workers:
         iter(loader)
-    batches.quiet = False
+    if batches:
+        batches.quiet = False
     return loader
 
 

@@ -138,7 +138,7 @@ def load_data(args, device, rank, world_size):
 
 
 def averages(total):
-    """The mean squared and absolute errors of all ranks, in the target's unit (squared)."""
+    """The mean squared error, its root, and the mean absolute error, in the target's unit."""
     squared = total["loss"] / total["rows"]
     return {"loss": squared, "rmse": squared**0.5, "mae": total["absolute"] / total["rows"]}
 

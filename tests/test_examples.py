@@ -1,12 +1,11 @@
-"""The examples: the same run on any number of processes, after a kill, and under Horovod."""
+"""The examples: the same run on any number of processes and after a kill; what each shows."""
 
 import json
-import subprocess
 
 import pytest
 import torch
 from forked import compute
-from launch import assert_same, checkpoint, evaluations, largest_difference, need_horovod
+from launch import assert_same, checkpoint, evaluations, largest_difference
 from recipes import ROOT, STEP, changed_copy, in_float64
 
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -35,40 +34,6 @@ def command(processes, script):
     return f"torchrun --standalone --nproc-per-node={processes} {script}"
 
 
-def body(path):
-    """The text of a recipe behind its docstring and imports."""
-    text = path.read_text()
-    return text[text.index("def parse_args") :]
-
-
-def head(path):
-    """The text of a recipe up to there, without the module beside it."""
-    text = path.read_text()
-    return text[: text.index("def parse_args")].replace("import digits  # beside this file\n", "")
-
-
-def merged(folder, example, recipe):
-    """Write the version of an example for another strategy, as docs/your-own.md says.
-
-    git puts what differs between a recipe and mnist/ddp_launch.py into the example, without a
-    conflict behind the imports. Return its path.
-    """
-    paths = []
-    for path in (
-        ROOT / "mnist" / recipe,
-        ROOT / "mnist" / "ddp_launch.py",
-        folder / f"{example}.py",
-    ):
-        paths.append(folder / f"{path.parent.name}-{path.name}.body")
-        paths[-1].write_text(body(path))
-    result = subprocess.run(["git", "merge-file", "-p", *paths], capture_output=True, text=True)
-    assert result.returncode == 0, f"{result.returncode} conflicts"
-    both = head(ROOT / "mnist" / recipe) + head(folder / f"{example}.py")
-    path = folder / f"{example}_{recipe}"
-    path.write_text(both + result.stdout.replace("dist.all_reduce(weight)", "all_reduce(weight)"))
-    return path
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """A function: (the folder of an example in float64, its weights after one process)."""
@@ -91,16 +56,6 @@ def test_two_processes_compute_what_one_does(name, single, tmp_path):
     folder, expected = single(name)
     flags = f"{SIZES[name]} {FLAGS} --log-dir {tmp_path / 'log'}"
     compute(f"{command(2, folder / name)}.py {flags}", cwd=tmp_path)
-    assert largest_difference(checkpoint(tmp_path / "log")["model"], expected) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_horovod_computes_it_too(name, single, tmp_path):
-    need_horovod("gloo")
-    folder, expected = single(name)
-    script = merged(folder, name, "hvd.py")
-    flags = f"{SIZES[name]} {FLAGS} --log-dir {tmp_path / 'log'}"
-    compute(f"horovodrun --gloo -np 2 python {script} {flags}", cwd=tmp_path)
     assert largest_difference(checkpoint(tmp_path / "log")["model"], expected) < TOLERANCE
 
 
