@@ -1,6 +1,6 @@
-"""What changes between two recipes that are read side by side; writes docs/changes.md from the files of mnist/.
+"""What changes between two recipes that are read side by side; writes docs/changes.md.
 
-    python docs/changes.py
+python docs/changes.py
 """
 
 import ast
@@ -10,73 +10,86 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "changes.md"
-MARK = re.compile("# (?:dist|amp|fsdp): ")  # a changed line can also keep the reason that it has in the other recipe
-# recipe: (the one it is read beside, the mark before the reason on a line that it adds)
+MARK = re.compile(r"\b(?:dist|amp|fsdp): ")
+# recipe: the one it is read beside
 PAIRS = {
-    "dp.py": ("single.py", "# dist: "),
-    "ddp_spawn.py": ("single.py", "# dist: "),
-    "ddp_launch.py": ("single.py", "# dist: "),
-    "hvd.py": ("single.py", "# dist: "),
-    "fsdp.py": ("ddp_launch.py", "# fsdp: "),
-    "ddp_amp.py": ("ddp_launch.py", "# amp: "),
-    "apex_amp.py": ("ddp_launch.py", "# amp: "),
+    "dp.py": "single.py",
+    "ddp_spawn.py": "single.py",
+    "ddp_launch.py": "single.py",
+    "hvd.py": "single.py",
+    "fsdp.py": "ddp_launch.py",
+    "ddp_amp.py": "ddp_launch.py",
+    "apex_amp.py": "ddp_launch.py",
 }
 HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist/ -->
 # What changes, line by line
 
-The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons. The number is that
-of the new line; removed lines are ~~struck out~~. Docstrings and imports are left out. In CIFAR-10's and ImageNet's
-recipes the same lines change; in ImageNet's a few more do, for their own flags. [strategies.md](strategies.md) says
-what each strategy does.
+The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons.
+The number is that of the new line; removed lines are ~~struck out~~. Docstrings and imports are
+left out. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do,
+for their own flags. [strategies.md](strategies.md) says what each strategy does.
 """
 
 
 def body(path):
-    """The lines of a recipe without its docstring, its imports and blank lines, each with its number (from 1)."""
+    """The lines of a recipe without docstring, imports and blank lines: [(number from 1, line)]."""
     text = path.read_text()
     tree = ast.parse(text)
-    left_out = [tree.body[0], *(node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))]
+    is_import = (ast.Import, ast.ImportFrom)
+    left_out = [tree.body[0], *(node for node in tree.body if isinstance(node, is_import))]
     numbers = {n for node in left_out for n in range(node.lineno, node.end_lineno + 1)}
-    return [(n, line) for n, line in enumerate(text.splitlines(), 1) if n not in numbers and line.strip()]
+    lines = enumerate(text.splitlines(), 1)
+    return [(n, line) for n, line in lines if n not in numbers and line.strip()]
 
 
 def changes(path, other):
-    """What `path` has that `other` has not: a list of (old lines, new lines with their numbers)."""
+    """What `path` has that `other` has not: [(old lines, new lines with their numbers)]."""
     old, new = body(other), body(path)
-    matcher = difflib.SequenceMatcher(None, [line for _, line in old], [line for _, line in new], autojunk=False)
-    return [([line for _, line in old[i1:i2]], new[j1:j2])
-            for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
+    texts = [[line for _, line in lines] for lines in (old, new)]
+    matcher = difflib.SequenceMatcher(None, *texts, autojunk=False)
+    return [
+        ([line for _, line in old[i1:i2]], new[j1:j2])
+        for tag, i1, i2, j1, j2 in matcher.get_opcodes()
+        if tag != "equal"
+    ]
+
+
+def is_comment(line):
+    return line.lstrip().startswith("# ")
 
 
 def changed_lines(different):
-    """The number of changed lines in `different`, a result of `changes`."""
-    return sum(max(len(old), len(new)) for old, new in different)
+    """The number of changed lines of code in `different`, a result of `changes`."""
+    count = 0
+    for old, new in different:
+        codes = [line for _, line in new if not is_comment(line)]
+        count += max(len([line for line in old if not is_comment(line)]), len(codes))
+    return count
 
 
-def split(line):
-    """(code, reason) of a line; either can be empty."""
-    code, _, reason = MARK.sub("\0", line, count=1).partition("\0")
-    return code.rstrip(), reason
+def comment_above(lines, number):
+    """The comment right above the line `number` (from 1) of a file, or an empty text."""
+    first = number - 1
+    while first > 0 and is_comment(lines[first - 1]):
+        first -= 1
+    return " ".join(line.strip().removeprefix("# ") for line in lines[first : number - 1])
 
 
-def statements(lines):
-    """Group new lines [(number, line)] with their reason: a list of (number, lines of code, reasons).
+def groups_of(new, lines):
+    """Group new lines by the reason above them: [(number of the first, lines of code, reason)].
 
-    A reason ends a group, but also covers the lines after it that are indented deeper and have none. It can continue in
-    lines that hold only a comment.
+    A reason covers the lines up to the next comment. `lines` are those of the whole file.
     """
     groups = []
-    for number, line in lines:
-        if groups and groups[-1][2] and line.lstrip().startswith("# "):
-            groups[-1][2][-1] += line.strip()[1:]
+    begins = True
+    for number, line in new:
+        if is_comment(line):
+            begins = True
             continue
-        code, reason = split(line)
-        if groups and (not groups[-1][2] or (not reason and indent(code) > indent(groups[-1][1][0]))):
-            groups[-1][1].append(code)
-        else:
-            groups.append((number, [code], []))
-        if reason:
-            groups[-1][2].append(reason)
+        if begins:
+            groups.append((number, [], comment_above(lines, number)))
+            begins = False
+        groups[-1][1].append(line)
     return groups
 
 
@@ -85,7 +98,7 @@ def indent(line):
 
 
 def likeness(old, new):
-    """How many characters of the line `old` are also in the line `new`, in runs of three or more."""
+    """How many characters of the line `old` are also in the line `new`, in runs of three."""
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks if block.size > 2)
 
@@ -93,19 +106,28 @@ def likeness(old, new):
 def table(path, different):
     """The rows of a Markdown table of what `changes` gives for `path`: where, the code, why."""
     rows = ["| line | code | why |", "| --- | --- | --- |"]
-    kept = {split(line)[0].strip() for _, new in different for _, line in new}  # it only moved
+    lines = path.read_text().splitlines()
+    # What has only moved is not struck out.
+    kept = {line.strip() for _, new in different for _, line in new}
     for old, new in different:
-        groups = statements(new)
+        groups = groups_of(new, lines)
         gone = [[] for _ in groups]
-        for line in [line.partition("  # ")[0].strip() for line in old]:
-            if line not in kept and not groups:  # nothing stands in its place
+        for line in [line.strip() for line in old if not is_comment(line)]:
+            if line in kept:
+                continue
+            if not groups:
+                # Nothing stands in its place.
                 rows.append(f"| | ~~`{cell(line)}`~~ | |")
-            elif line not in kept:
-                likest = max(range(len(groups)), key=lambda k: max(likeness(line, code) for code in groups[k][1]))
-                gone[likest].append(f"~~`{cell(line)}`~~")
-        for struck, (number, lines, reasons) in zip(gone, groups, strict=True):
-            code = "<br>".join(struck + [f"`{cell(line[indent(lines[0]):])}`" for line in lines])
-            rows.append(f"| [{number}](../{path.relative_to(ROOT)}#L{number}) | {code} | {cell('; '.join(reasons))} |")
+                continue
+            scores = [max(likeness(line, code) for code in codes) for _, codes, _ in groups]
+            gone[scores.index(max(scores))].append(f"~~`{cell(line)}`~~")
+        for struck, (number, codes, reason) in zip(gone, groups, strict=True):
+            least = min(map(indent, codes))
+            shown = [f"`{cell(line[least:])}`" for line in codes]
+            link = f"[{number}](../{path.relative_to(ROOT)}#L{number})"
+            # Above the reason may stand a comment that both recipes have.
+            why = cell(MARK.split(reason)[-1])
+            rows.append(f"| {link} | {'<br>'.join(struck + shown)} | {why} |")
     return "\n".join(rows)
 
 
@@ -115,15 +137,13 @@ def cell(text):
 
 def page():
     parts = [HEAD]
-    for name, (other, _) in PAIRS.items():
+    for name, other in PAIRS.items():
         path = ROOT / "mnist" / name
         different = changes(path, path.parent / other)
-        parts.append(f"""## From {other} to {name}
-
-[mnist/{name}](../mnist/{name}) differs from [{other}](../mnist/{other}) in {changed_lines(different)} lines.
-
-{table(path, different)}
-""")
+        links = f"[mnist/{name}](../mnist/{name}) differs from [{other}](../mnist/{other})"
+        count = f"{changed_lines(different)} lines of code"
+        rows = table(path, different)
+        parts.append(f"## From {other} to {name}\n\n{links} in {count}.\n\n{rows}\n")
     return "\n".join(parts)
 
 

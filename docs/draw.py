@@ -1,6 +1,6 @@
 """Draws docs/drawings/*.svg.
 
-    python docs/draw.py
+python docs/draw.py
 """
 
 from pathlib import Path
@@ -20,26 +20,38 @@ class Drawing:
             f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
             f"<title>{escape(title)}</title>",
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto-start-reverse"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>']
+            f'orient="auto-start-reverse"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
+        ]
         self.box(1, 1, width - 2, height - 2, "#ffffff", stroke="#d9dfe7", radius=14)
 
     def box(self, x, y, width, height, fill, stroke="none", radius=6, dashes="none"):
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" '
-                          f'fill="{fill}" stroke="{stroke}" stroke-width="1.5" stroke-dasharray="{dashes}"/>')
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" '
+            f'fill="{fill}" stroke="{stroke}" stroke-width="1.5" stroke-dasharray="{dashes}"/>'
+        )
 
     def text(self, x, y, text, size=14, color=INK, anchor="middle", weight="normal"):
-        self.parts.append(f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" text-anchor="{anchor}" '
-                          f'font-weight="{weight}">{escape(text)}</text>')
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{color}" text-anchor="{anchor}" '
+            f'font-weight="{weight}">{escape(text)}</text>'
+        )
 
     def line(self, x1, y1, x2, y2, tips="end", color=LINE, dashes="none"):
         """A line with an arrow tip at its end, at both of its ends, or at none of them."""
-        ends = {"end": ' marker-end="url(#tip)"', "none": "",
-                "both": ' marker-start="url(#tip)" marker-end="url(#tip)"'}[tips]
-        self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
-                          f'stroke-width="1.8" stroke-dasharray="{dashes}"{ends}/>')
+        ends = {
+            "end": ' marker-end="url(#tip)"',
+            "none": "",
+            "both": ' marker-start="url(#tip)" marker-end="url(#tip)"',
+        }[tips]
+        self.parts.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
+            f'stroke-width="1.8" stroke-dasharray="{dashes}"{ends}/>'
+        )
 
     def curve(self, path):
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.8" marker-end="url(#tip)"/>')
+        self.parts.append(
+            f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.8" marker-end="url(#tip)"/>'
+        )
 
     def circle(self, x, y, radius, fill, label):
         self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius}" fill="{fill}"/>')
@@ -49,14 +61,18 @@ class Drawing:
         """A part of a buffer, in the colours of the ranks whose values are summed up in it."""
         self.box(x, y, width, height, EMPTY, radius=0)
         for place, rank in enumerate(ranks):
-            self.box(x + place * width / len(ranks), y, width / len(ranks), height, RANKS[rank], radius=0)
+            self.box(
+                x + place * width / len(ranks), y, width / len(ranks), height, RANKS[rank], radius=0
+            )
 
     def svg(self):
         return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
 def ranks():
-    drawing = Drawing(880, 292, "Two machines with four processes each: ranks, local ranks and the world size")
+    drawing = Drawing(
+        880, 292, "Two machines with four processes each: ranks, local ranks and the world size"
+    )
     drawing.box(24, 24, 832, 244, "none", stroke=LINE, radius=12, dashes="6 5")
     drawing.text(440, 52, "one process group (MPI: communicator), world size 8", weight="bold")
     for machine in range(2):
@@ -67,7 +83,9 @@ def ranks():
             x = left + 14 + local_rank * 89
             drawing.box(x, 114, 81, 116, "#ffffff", stroke="#d9dfe7")
             drawing.box(x, 114, 81, 36, RANKS[local_rank])
-            drawing.text(x + 40.5, 137, f"rank {4 * machine + local_rank}", color="#ffffff", weight="bold")
+            drawing.text(
+                x + 40.5, 137, f"rank {4 * machine + local_rank}", color="#ffffff", weight="bold"
+            )
             drawing.text(x + 40.5, 174, "local rank", size=12, color=QUIET)
             drawing.text(x + 40.5, 192, f"{local_rank}", weight="bold")
             drawing.text(x + 40.5, 216, f"GPU {local_rank}", size=12, color=QUIET)
@@ -117,7 +135,9 @@ def collectives():
 
 def ring():
     """The chunks of a ring all-reduce of four processes, step by step, each in the colours of what is in its sum."""
-    drawing = Drawing(880, 556, "A parameter server, and a ring all-reduce of four processes step by step")
+    drawing = Drawing(
+        880, 556, "A parameter server, and a ring all-reduce of four processes step by step"
+    )
     drawing.text(220, 40, "parameter server", weight="bold")
     drawing.text(660, 40, "ring", weight="bold")
     drawing.box(172, 70, 96, 34, INK)
@@ -139,7 +159,9 @@ def ring():
     drawing.line(24, 266, 856, 266, tips="none", color="#d9dfe7")
     drawing.text(353, 296, "reduce-scatter: add what arrives", weight="bold")
     drawing.text(689, 296, "all-gather: copy what arrives", weight="bold")
-    held = [[{rank} for _ in range(4)] for rank in range(4)]  # [process][chunk]: whose gradients are in the sum
+    held = [
+        [{rank} for _ in range(4)] for rank in range(4)
+    ]  # [process][chunk]: whose gradients are in the sum
     for step in range(7):
         left = 92 + step * 108 + 12 * (step > 3)
         drawing.text(left + 45, 324, f"round {step}" if step else "start", size=12, color=QUIET)
@@ -158,8 +180,13 @@ def ring():
             drawing.box(left + part * 23, 338 + rank * 40, 20, 28, "none", stroke=INK, radius=0)
     for rank, color in enumerate(RANKS):
         drawing.circle(52, 352 + rank * 40, 15, color, f"{rank}")
-    drawing.text(440, 530, "four chunks per process; colours: whose gradients are in the sum; frame: just received",
-                 size=12, color=QUIET)
+    drawing.text(
+        440,
+        530,
+        "four chunks per process; colours: whose gradients are in the sum; frame: just received",
+        size=12,
+        color=QUIET,
+    )
     return drawing.svg()
 
 
@@ -168,7 +195,9 @@ def batch():
     names = ["one process, -b 8", *(f"rank {rank} of 4, -b 2" for rank in range(4))]
     for row, name in enumerate(names):
         y = 92 + row * 42 + 14 * (row > 0)
-        drawing.text(160, y + 21, name, size=13, anchor="end", weight="bold" if row == 0 else "normal")
+        drawing.text(
+            160, y + 21, name, size=13, anchor="end", weight="bold" if row == 0 else "normal"
+        )
         for place in range(16):
             x = 176 + place * 41 + 20 * (place > 7)
             mine = row == 0 or place % 4 == row - 1
@@ -179,13 +208,22 @@ def batch():
         left = 176 + step * 348
         drawing.text(left + 161, 52, f"step {step + 1}: a global batch of 8", weight="bold")
         drawing.line(left, 70, left + 323, 70, tips="none")
-    drawing.text(440, 342, "number = position in the shuffled order of the epoch, which is the same on all ranks",
-                 size=12, color=QUIET)
+    drawing.text(
+        440,
+        342,
+        "number = position in the shuffled order of the epoch, which is the same on all ranks",
+        size=12,
+        color=QUIET,
+    )
     return drawing.svg()
 
 
 def strategies():
-    drawing = Drawing(880, 436, "DataParallel, one process for all GPUs, beside DistributedDataParallel, one for each")
+    drawing = Drawing(
+        880,
+        436,
+        "DataParallel, one process for all GPUs, beside DistributedDataParallel, one for each",
+    )
     drawing.text(220, 40, "DataParallel", size=16, weight="bold")
     drawing.text(660, 40, "DistributedDataParallel, Horovod", size=16, weight="bold")
     drawing.box(28, 60, 384, 260, PANEL, radius=10)
@@ -204,25 +242,39 @@ def strategies():
     drawing.text(220, 308, "outputs and gradients", size=12, color=QUIET)
     for rank in range(3):
         drawing.text(511 + rank * 100, 124, "batch", size=13, color="#ffffff", weight="bold")
-        drawing.curve(f"M{177 + rank * 90},244 C{177 + rank * 90},{284 + rank * 10} 87,{284 + rank * 10} 87,248")
+        drawing.curve(
+            f"M{177 + rank * 90},244 C{177 + rank * 90},{284 + rank * 10} 87,{284 + rank * 10} 87,248"
+        )
     drawing.text(811, 124, "batch", size=13, color="#ffffff", weight="bold")
     drawing.box(468, 248, 386, 28, "#ffffff", stroke=LINE, radius=14)
     drawing.text(661, 267, "all-reduce of the gradients", size=13)
     for rank in range(4):
         drawing.text(511 + rank * 100, 302, f"rank {rank}", size=12, color=QUIET)
-    for y, left, right in ((350, "each step: split the batch, copy the model to every GPU,",
-                            "each step: a batch of its own, forward,"),
-                           (372, "forward in threads, gather the outputs on GPU 0,",
-                            "backward, and meanwhile the all-reduce;"),
-                           (394, "backward, add up the gradients on GPU 0,", "each process then takes the same step,"),
-                           (416, "one optimizer step there", "so that all weights stay equal")):
+    for y, left, right in (
+        (
+            350,
+            "each step: split the batch, copy the model to every GPU,",
+            "each step: a batch of its own, forward,",
+        ),
+        (
+            372,
+            "forward in threads, gather the outputs on GPU 0,",
+            "backward, and meanwhile the all-reduce;",
+        ),
+        (394, "backward, add up the gradients on GPU 0,", "each process then takes the same step,"),
+        (416, "one optimizer step there", "so that all weights stay equal"),
+    ):
         drawing.text(220, y, left, size=13, color=QUIET)
         drawing.text(660, y, right, size=13, color=QUIET)
     return drawing.svg()
 
 
 def sharding():
-    drawing = Drawing(880, 330, "What each GPU holds: with DDP all weights, gradients and momentum, with FSDP a share")
+    drawing = Drawing(
+        880,
+        330,
+        "What each GPU holds: with DDP all weights, gradients and momentum, with FSDP a share",
+    )
     drawing.text(220, 40, "DistributedDataParallel", size=16, weight="bold")
     drawing.text(660, 40, "FSDP (fully_shard)", size=16, weight="bold")
     for rank in range(4):
@@ -235,12 +287,24 @@ def sharding():
                 drawing.text(x + 43, y - 6, name, size=12, color=QUIET)
                 for part in range(4):
                     held = not sharded or part == rank
-                    drawing.box(x + 8 + 18 * part, y, 16, 18, RANKS[part] if held else "#ffffff",
-                                stroke="none" if held else "#d9dfe7", radius=2)
-    for y, left, right in ((262, "each rank holds the whole", "each rank holds 1/4 of each tensor"),
-                           (284, "forward and backward need no weights of others;",
-                            "all-gather of a block's weights before its forward"),
-                           (306, "all-reduce of the gradients", "and its backward; reduce-scatter of its gradients")):
+                    drawing.box(
+                        x + 8 + 18 * part,
+                        y,
+                        16,
+                        18,
+                        RANKS[part] if held else "#ffffff",
+                        stroke="none" if held else "#d9dfe7",
+                        radius=2,
+                    )
+    for y, left, right in (
+        (262, "each rank holds the whole", "each rank holds 1/4 of each tensor"),
+        (
+            284,
+            "forward and backward need no weights of others;",
+            "all-gather of a block's weights before its forward",
+        ),
+        (306, "all-reduce of the gradients", "and its backward; reduce-scatter of its gradients"),
+    ):
         drawing.text(220, y, left, size=13, color=QUIET)
         drawing.text(660, y, right, size=13, color=QUIET)
     return drawing.svg()
@@ -252,8 +316,9 @@ def gpu(drawing, x, y, number, holds):
     drawing.text(x + 39, y + 50, holds, weight="bold")
 
 
-DRAWINGS = {drawing.__name__: drawing
-            for drawing in (ranks, collectives, ring, batch, strategies, sharding)}
+DRAWINGS = {
+    drawing.__name__: drawing for drawing in (ranks, collectives, ring, batch, strategies, sharding)
+}
 
 
 if __name__ == "__main__":

@@ -191,6 +191,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     watchdog = Watchdog(args.timeout, before_end=recorder)
     stop = StopSignal()
     if args.evaluate:
+        # dist: without the wrapper, as below.
         result = evaluate(args, model.module, val, device, watchdog)
         log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return

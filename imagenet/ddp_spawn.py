@@ -179,6 +179,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     watchdog = Watchdog(args.timeout)
     stop = StopSignal()
     if args.evaluate:
+        # dist: without the wrapper, as below.
         result = evaluate(args, model.module, val, device, watchdog)
         log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return

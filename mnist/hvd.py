@@ -251,6 +251,7 @@ def main():
     # dist: else each process starts a thread per core.
     launch.share_cores(hvd.local_size())
     devices.tune(device)
+    # dist: before anything is loaded.
     check_horovod(args, device)
     if device.type != "cpu":
         # dist: else every rank opens a context on GPU 0.
