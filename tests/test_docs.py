@@ -1,6 +1,5 @@
 """The documents are right: links resolve, tables agree with the code, and code blocks run."""
 
-import itertools
 import re
 
 import pytest
@@ -90,19 +89,23 @@ def test_changes_are_those_of_the_recipes():
 
 @pytest.mark.check
 def test_the_diff_in_the_readme_is_that_of_the_recipes():
-    """It shows each reason above its line, so that no line is too long for the page."""
-    (block,) = re.findall(
-        r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    """It shows each changed line, and above it the beginning of its reason."""
+    page = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     single, ddp = (
-        [line.strip().partition("  # dist: ")[::2] for line in path.read_text().splitlines()]
-        for path in (ROOT / "mnist" / "single.py", ROOT / "mnist" / "ddp_launch.py")
+        [line.strip() for line in (ROOT / "mnist" / name).read_text().splitlines()]
+        for name in ("single.py", "ddp_launch.py")
     )
-    lines = [line for line in block.splitlines() if line]
-    assert {line[1:] for line in lines if line[0] == "-"} <= {code for code, _ in single}
-    assert {line[1:] for line in lines if line[0] == "+"} <= {code for code, _ in ddp}
-    for reason, line in itertools.pairwise(line for line in lines if line[0] != "-"):
-        assert not reason.startswith(" # ") or (line[1:], reason.removeprefix(" # ")) in ddp
+    reason = ""
+    for line in filter(None, block.splitlines()):
+        if line.startswith(" # "):
+            reason = line.removeprefix(" # ")
+        elif line[0] == "-":
+            assert line[1:] in single
+        else:
+            numbers = [n for n, other in enumerate(ddp, 1) if other == line[1:]]
+            reasons = " ".join(changes.comment_above(ddp, n) for n in numbers)
+            assert all(part in reasons for part in re.split("; |, then ", reason)), reason
 
 
 @pytest.mark.check

@@ -24,21 +24,27 @@ from recipes import RECIPES, ROOT, commands
 
 from benchmarks import jpeg_tree
 from cifar10 import cifar
-from common import datasets
+from mnist import digits
 
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("apt-get|cp|diff|export|horovodrun|ip|kill|make|mkdir|mpirun|pip|py-spy|python|sbatch|scancel|scontrol|"
-            "sinfo|source|squeue|srun|ssh|tensorboard|torchrun")
+PROGRAMS = (
+    "apt-get|cp|diff|export|horovodrun|ip|kill|make|mkdir|mpirun|pip|py-spy|python|sbatch|scancel|scontrol|"
+    "sinfo|source|squeue|srun|ssh|tensorboard|torchrun"
+)
 COMMAND = re.compile(rf"(\w+=\S+ )*({PROGRAMS}) .+")
 # A block of code, a heading, an indented line, or what is between backquotes
-PART = re.compile(r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL)
-ERRORS = "When something goes wrong", "Error messages"  # headings of tables that begin with what is printed
+PART = re.compile(
+    r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL
+)
+ERRORS = (
+    "When something goes wrong",
+    "Error messages",
+)  # headings of tables that begin with what is printed
 # What is not run here, and why
 ELSEWHERE = {
     # tests/test_slurm.py and test_cluster_faults.py have these, on their cluster of two nodes
-    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 cifar10/ddp_launch.py":
-        "two machines",
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 cifar10/ddp_launch.py": "two machines",
     "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr 0": "two machines",
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": "a job that trains for long",
@@ -55,7 +61,10 @@ ELSEWHERE = {
     "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu": "an example with its figures",
     "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "
     "--device cpu": "an example with its figures",
-    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py --data load": "it has to be there",
+    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train/train.py": "it has to be there",
+    # tests/test_your_own.py has these
+    "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
+    "git merge-file examples/regression_hvd.py mnist/ddp_launch.py examples/regression.py": "it does this",
     # tests/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
@@ -65,8 +74,7 @@ ELSEWHERE = {
     "python benchmarks/scaling.py": "minutes",
     "python benchmarks/startup.py": "it would write over benchmarks/results",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
-    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1":
-        "its file is what the next command draws",
+    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1": "its file is what the next command draws",
     "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg": "needs that file",
     # no test has these
     "make test": "it runs this",
@@ -82,8 +90,11 @@ ELSEWHERE = {
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
 # Flags appended to a script that is not a recipe; add new scripts here
-EXTRA_FLAGS = {"benchmarks/data_path.py": "--repeats 1", "benchmarks/jpeg_tree.py": "--images 20",
-               "tests/pretended_gpu.py": ""}
+EXTRA_FLAGS = {
+    "benchmarks/data_path.py": "--repeats 1",
+    "benchmarks/jpeg_tree.py": "--images 20",
+    "tests/pretended_gpu.py": "",
+}
 
 
 def commands_of(document):
@@ -97,7 +108,7 @@ def commands_of(document):
             if command and (language == "sh" or COMMAND.fullmatch(command)):
                 found.append((heading, command))
         command = " ".join((span or "").split())
-        first_cell = text[text.rfind("\n", 0, part.start()):part.start()].count("|") == 1
+        first_cell = text[text.rfind("\n", 0, part.start()) : part.start()].count("|") == 1
         if COMMAND.fullmatch(command) and not (first_cell and heading in ERRORS):
             found.append((heading, command))
     return found
@@ -105,12 +116,16 @@ def commands_of(document):
 
 def to_run():
     """{(document, heading): commands} without the exceptions, and each command once."""
-    docstrings = [command for recipe in RECIPES for command in commands(recipe)]  # test_launch.py runs them
+    docstrings = [
+        command for recipe in RECIPES for command in commands(recipe)
+    ]  # test_launch.py runs them
     found, seen = {}, {*ELSEWHERE, *docstrings}
     for document in DOCUMENTS:
         for heading, command in commands_of(document):
             if command not in seen:
-                found.setdefault((document.relative_to(ROOT).as_posix(), heading), []).append(command)
+                found.setdefault((document.relative_to(ROOT).as_posix(), heading), []).append(
+                    command
+                )
             seen.add(command)
     return found
 
@@ -119,21 +134,23 @@ TO_RUN = to_run()
 
 
 def test_what_is_not_run_here_is_in_a_document():
-    assert {*ELSEWHERE} <= {command for document in DOCUMENTS for _, command in commands_of(document)}
+    assert {*ELSEWHERE} <= {
+        command for document in DOCUMENTS for _, command in commands_of(document)
+    }
     assert sum(map(len, TO_RUN.values())) > 30
 
 
 def write_small_data(folder):
     """MNIST and CIFAR-10 in `folder`, in torchvision's files, with 640 images of noise for training and 64 others."""
     noise = np.random.default_rng(0).integers(256, size=(640, 3072), dtype=np.uint8)
-    for number, (name, count) in enumerate(zip(datasets.MNIST_FILES, (640, 640, 64, 64), strict=True)):
+    for number, (name, count) in enumerate(zip(digits.FILES, (640, 640, 64, 64), strict=True)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if number % 2:
             content = struct.pack(">2i", 2049, count) + (noise[:count, 0] % 10).tobytes()
         else:
             content = struct.pack(">4i", 2051, count, 28, 28) + noise[:count, :784].tobytes()
         (folder / name).write_bytes(content)
-    for name in cifar.FILES:
+    for name in [*cifar.TRAIN_FILES, *cifar.VAL_FILES]:
         (folder / name).parent.mkdir(exist_ok=True)
         count = 64 if "test" in name else 128
         batch = {"data": noise[:count], "labels": (noise[:count, 0] % 10).tolist()}
@@ -151,12 +168,15 @@ class Reader:
 
     def __init__(self, folder, request):
         self.folder, self.request, self.long_run = folder, request, None
-        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__"))
+        shutil.copytree(
+            ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
+        )
         (folder / ".venv").symlink_to(sys.prefix)
         write_small_data(folder / "data")
         self.environment = {
             "PET_MASTER_PORT": str(free_port()),  # torchrun's
-            "TORCHDYNAMO_DISABLE": "1"}  # --compile is slow, and test_imagenet.py has it
+            "TORCHDYNAMO_DISABLE": "1",
+        }  # --compile is slow, and test_imagenet.py has it
 
     def type(self, command):
         """Run a command, and see that it does what it says."""
@@ -166,11 +186,18 @@ class Reader:
         program = next(word for word in command.split() if "=" not in word)
         script = next(iter(re.findall(r"[\w/]+\.py\b", command)), None)
         if program == "sbatch" and not script:  # the file's own
-            script = re.search(r"recipe=\$\{1:-(.+)\}", (ROOT / re.search(r"slurm/\w+\.sh", command)[0]).read_text())[1]
+            script = re.search(
+                r"recipe=\$\{1:-(.+)\}",
+                (ROOT / re.search(r"slurm/\w+\.sh", command)[0]).read_text(),
+            )[1]
             command += f" {script}"
         if program in OWN_WAY:
             OWN_WAY[program](self, command)
-        elif not script or program in ("cp", "diff") or script in ("scripts/export.py", "scripts/unshard.py"):
+        elif (
+            not script
+            or program in ("cp", "diff")
+            or script in ("scripts/export.py", "scripts/unshard.py")
+        ):
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
         elif script == "docs/screenshot.py":
             self.screenshot(command)
@@ -185,26 +212,39 @@ class Reader:
             command += " --device cpu -b 16"
         else:
             to_keep = program == "sbatch" or "--log-dir" in command
-            for flag, value in (("--device", "cpu"), ("--model", "lenet"), ("-b", 4 if "imagenet/" in script else 16),
-                                ("--image-size", 32 if "imagenet/" in script else None),
-                                ("--epochs", 2 if to_keep else None)):
-                if value and f" {flag} " not in command:
+            in_imagenet = "imagenet/" in script
+            flags = {"--device": "cpu", "-b": 4 if in_imagenet else 16}
+            if script.startswith(("mnist/", "cifar10/", "imagenet/")):
+                flags["--model"] = "lenet"
+            if in_imagenet:
+                flags["--image-size"] = 32
+            if to_keep:
+                flags["--epochs"] = 2
+            for flag, value in flags.items():
+                if f" {flag} " not in command:
                     command += f" {flag} {value}"
-            command += " --dry-run" * (not to_keep)
+            command += "" if to_keep else " --dry-run"
         if program in ("horovodrun", "mpirun"):
             need_horovod(command)
         if program == "sbatch":
             need_cluster()
             cluster = self.request.getfixturevalue("cluster")
-            output = SlurmJob(cluster, self.folder, command.removeprefix("sbatch "), SBATCH_GPUS_PER_NODE="1").finish()
+            output = SlurmJob(
+                cluster, self.folder, command.removeprefix("sbatch "), SBATCH_GPUS_PER_NODE="1"
+            ).finish()
         else:
             output = self.run(command)
         assert len(re.findall(rf"[|:] world size {world_size(command)}\b", output)) == 1, output
-        assert re.search(r"epoch \d/|nothing left to do for|doctor: all is well|val images: ", output), output
+        assert re.search(
+            r"epoch [\d.]+/|nothing left to do|doctor: all is well|val images: ", output
+        ), output
 
     def run(self, command, status=0):
         """Run scripts in forked processes where that gives the same; test_launch.py tests the launchers."""
-        forks = re.match(r"(\w+=\S+ )*(python \w|torchrun|horovodrun --gloo)", command) and "--compile" not in command
+        forks = (
+            re.match(r"(\w+=\S+ )*(python \w|torchrun|horovodrun --gloo)", command)
+            and "--compile" not in command
+        )
         return (compute if forks else run)(command, self.folder, status, **self.environment)
 
     def on_cluster(self, command):
@@ -212,12 +252,20 @@ class Reader:
         return self.request.getfixturevalue("cluster").run(command, self.folder)
 
     def make(self, command):
-        fresh = subprocess.run(["make", "--question", ".venv/.recipes"], cwd=self.folder, capture_output=True)
-        need(fresh.returncode == 0, f"make demo: {sys.prefix} was not made by it, or is older than requirements.txt")
+        fresh = subprocess.run(
+            ["make", "--question", ".venv/.recipes"], cwd=self.folder, capture_output=True
+        )
+        need(
+            fresh.returncode == 0,
+            f"make demo: {sys.prefix} was not made by it, or is older than requirements.txt",
+        )
         assert "epoch 3/3" in self.run(command)
 
     def apt_get(self, command):
-        need(list(Path("/var/lib/apt/lists").glob("*_Packages*")), "Debian's lists of packages: apt-get update")
+        need(
+            list(Path("/var/lib/apt/lists").glob("*_Packages*")),
+            "Debian's lists of packages: apt-get update",
+        )
         self.run(f"{command} --simulate")
 
     def tensorboard(self, command):
@@ -231,13 +279,17 @@ class Reader:
         need(shutil.which("chromium"), "apt-get install chromium")
         names = ", ".join(sorted(folder.name for folder in (self.folder / "runs").iterdir()))
         assert self.run(command).splitlines() == [
-            f"{tag}: {names}" for tag in ("train/accuracy", "train/loss", "val/accuracy", "val/loss")]
+            f"{tag}: {names}"
+            for tag in ("train/accuracy", "train/loss", "val/accuracy", "val/loss")
+        ]
         assert "ddp-2" in names
 
     def kill(self, command):
         """Send it to a run in progress."""
         if not self.long_run:
-            self.long_run = Job("exec python mnist/single.py --epochs 1000 --device cpu", self.folder)
+            self.long_run = Job(
+                "exec python mnist/single.py --epochs 1000 --device cpu", self.folder
+            )
             self.long_run.wait_for("epoch 1/")
         self.run(command.replace("PID", str(self.long_run.process.pid)))
         if "USR2" in command:
@@ -257,7 +309,9 @@ OWN_WAY = {
     "apt-get": Reader.apt_get,
     "kill": Reader.kill,
     "make": Reader.make,
-    "pip": lambda reader, command: reader.run(f"{command} --dry-run --no-index"),  # tests/requirements.txt brought it
+    "pip": lambda reader, command: reader.run(
+        f"{command} --dry-run --no-index"
+    ),  # tests/requirements.txt brought it
     "sinfo": Reader.on_cluster,
     "srun": Reader.on_cluster,
     "tensorboard": Reader.tensorboard,
@@ -280,19 +334,31 @@ def test_section(document, heading, tmp_path, request):
 
 
 TWO = "torchrun --nproc-per-node=2 --no-python true"
-ONE_GOES = ("import os, signal, torch, horovod.torch as hvd", "hvd.init()", "hvd.allreduce(torch.ones(1))",
-            "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)", "hvd.allreduce(torch.ones(1))")
+ONE_GOES = (
+    "import os, signal, torch, horovod.torch as hvd",
+    "hvd.init()",
+    "hvd.allreduce(torch.ones(1))",
+    "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)",
+    "hvd.allreduce(torch.ones(1))",
+)
 # Commands that print the messages in the README's last table
 PRINTS = {
     f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
-    "timeout --signal=INT 20 torchrun --no-python sleep 60": ["SignalException: Process ... got signal: 2"],
-    "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": ["mpirun has detected an attempt to run as root"],
+    "timeout --signal=INT 20 torchrun --no-python sleep 60": [
+        "SignalException: Process ... got signal: 2"
+    ],
+    "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": [
+        "mpirun has detected an attempt to run as root"
+    ],
     "mpirun -np 2 --host localhost:1 true": ["There are not enough slots available"],
     TWO: ["EADDRINUSE", "address already in use"],
-    f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'":
-        ["Horovod background loop uncaught exception", "Horovod has been shut down"],
-    f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/single.py --synthetic 640 --device cpu":
-        ["a launcher started several of these, and each would train alone"],
+    f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'": [
+        "Horovod background loop uncaught exception",
+        "Horovod has been shut down",
+    ],
+    f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/single.py --synthetic 640 --device cpu": [
+        "a launcher started 2 of these (WORLD_SIZE), and each would train alone"
+    ],
     f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
     f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
     # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket view strides"]
@@ -305,7 +371,9 @@ PRINTS = {
 def test_error_texts(command, tmp_path):
     need("mpirun" not in command or shutil.which("mpirun"), "apt-get install openmpi-bin")
     need("ROOT" not in command or os.geteuid() == 0, "root, whom mpirun refuses")
-    need("apex" not in command or not importlib.util.find_spec("apex"), "an environment without Apex")
+    need(
+        "apex" not in command or not importlib.util.find_spec("apex"), "an environment without Apex"
+    )
     if "horovodrun" in command:
         need_horovod("gloo")
     table = README.read_text().split("## When something goes wrong")[1]
