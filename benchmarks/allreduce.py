@@ -1,22 +1,24 @@
-"""Time the all-reduce (the sum of float32) over message sizes: its latency, and the bandwidth that it reaches.
+"""Time the all-reduce (the sum of float32) over message sizes: its latency and its bandwidth.
 
     torchrun --nproc-per-node=2 benchmarks/allreduce.py
     horovodrun --gloo -np 2 python benchmarks/allreduce.py
     mpirun -np 2 --bind-to none python benchmarks/allreduce.py
 
-Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also srun --mpi=pmix) Horovod
-with NCCL, MPI or gloo. NCCL needs a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
+Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also
+srun --mpi=pmix) Horovod with NCCL, MPI or gloo. NCCL needs a GPU per process;
+CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
 
-A repetition is 20 all-reduces in a row (on a CPU fewer of the large ones), timed on the slowest rank; the table has the
-median. The bus bandwidth is bytes / time * 2 (p-1)/p for p processes: what a ring sends over each link, which does not
-depend on p (see https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors
-once per cycle (HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time waiting for that.
+A repetition is 20 all-reduces in a row (on a CPU fewer of the large ones), timed on the slowest
+rank; the table has the median. The bus bandwidth is bytes / time * 2 (p-1)/p for p processes: what
+a ring sends over each link, which does not depend on p (see
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Horovod looks for new tensors
+once per cycle (HOROVOD_CYCLE_TIME, by default 1 ms), and a small message spends most of its time
+waiting for that.
 """
 
 import datetime
 import json
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -28,21 +30,34 @@ import torch.distributed as dist
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine
-from common import flags, processes
-from common.processes import fail
+from common import devices, flags, launch
+from common.errors import InputError, RunError
 
 
 class Group:
-    """The processes that this one belongs to, whatever started them. `all_reduce` sums a tensor over them in place."""
+    """The processes that this one belongs to, whatever started them: here one alone."""
 
-    def __init__(self, backend, device, local_rank, local_world_size, rank=0, world_size=1,
-                 all_reduce=lambda tensor: None, barrier=lambda: None, leave=lambda: None):
-        self.backend, self.device, self.rank, self.world_size = backend, device, rank, world_size
-        self.local_rank, self.local_world_size = local_rank, local_world_size
-        self.all_reduce, self.barrier, self.leave = all_reduce, barrier, leave
+    backend = "none"
+    rank = local_rank = 0
+    world_size = local_world_size = 1
+
+    def __init__(self, pick_device):
+        self.device = pick_device(0, 1)
+
+    def all_reduce(self, tensor):
+        """Sum a tensor over all ranks, in place."""
+
+    def barrier(self):
+        """Wait for all ranks."""
+
+    def leave(self):
+        """Close the connections."""
 
     def gather(self, own):
-        """[ranks, ...]: the tensor `own` of each rank, on the CPU. Each rank fills its row; the sum has all rows."""
+        """[ranks, ...]: the tensor `own` of each rank, on the CPU.
+
+        Each rank fills its row; the sum has all rows.
+        """
         rows = torch.zeros(self.world_size, *own.shape, device=self.device, dtype=own.dtype)
         rows[self.rank] = own
         self.all_reduce(rows)
@@ -54,56 +69,88 @@ class Group:
         return [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
 
 
-def join(pick_device):
+class TorchGroup(Group):
+    """torch.distributed, with the variables that torchrun sets."""
+
+    def __init__(self, pick_device):
+        self.local_rank, self.local_world_size = launch.torchrun_env()
+        self.device = pick_device(self.local_rank, self.local_world_size)
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
+        backend = "gloo" if self.device.type == "cpu" else None
+        dist.init_process_group(backend, device_id=self.device.index)
+        self.backend = dist.get_backend()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def all_reduce(self, tensor):
+        dist.all_reduce(tensor)
+
+    def barrier(self):
+        dist.barrier()
+
+    def leave(self):
+        dist.destroy_process_group()
+
+
+class HorovodGroup(Group):
+    """Horovod, under horovodrun, mpirun or srun --mpi=pmix."""
+
+    def __init__(self, pick_device):
+        import horovod.torch as hvd  # built by scripts/install_horovod.sh
+
+        # As hvd.py does.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        hvd.init()
+        self.hvd = hvd
+        self.local_rank = hvd.local_rank()
+        self.local_world_size = hvd.local_size()
+        self.rank = hvd.rank()
+        self.world_size = hvd.size()
+        self.device = pick_device(self.local_rank, self.local_world_size)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.device.type == "cuda" and hvd.nccl_built():
+            self.backend = "horovod-nccl"
+        else:
+            self.backend = "horovod-mpi" if hvd.mpi_enabled() else "horovod-gloo"
+
+    def all_reduce(self, tensor):
+        # Reuses names, as gradients do: Horovod caches them.
+        name = f"{tensor.dtype} {tuple(tensor.shape)}"
+        self.hvd.allreduce_(tensor, op=self.hvd.Sum, name=name)
+
+    def barrier(self):
+        self.hvd.barrier()
+
+    def leave(self):
+        self.hvd.shutdown()
+
+
+def join(pick_device) -> Group:
     """Join the group that a launcher has started; without a launcher it is a group of one.
 
-    `pick_device` gives the device of a process, from its local rank and the number of processes on this machine.
+    `pick_device` gives the device of a process, from its local rank and the processes here.
     """
     if "RANK" in os.environ:
-        return join_torch(pick_device)
-    if any(name in os.environ for name in processes.RANK_VARIABLES):
-        return join_horovod(pick_device)
-    return Group("none", pick_device(0, 1), 0, 1)
-
-
-def join_torch(pick_device):
-    local_rank, local_world_size = processes.torchrun_env()
-    device = pick_device(local_rank, local_world_size)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
-    return Group(dist.get_backend(), device, local_rank, local_world_size, dist.get_rank(), dist.get_world_size(),
-                 dist.all_reduce, dist.barrier, dist.destroy_process_group)
-
-
-def join_horovod(pick_device):
-    import horovod.torch as hvd  # built by scripts/install_horovod.sh
-
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # as hvd.py does
-    hvd.init()
-    device = pick_device(hvd.local_rank(), hvd.local_size())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    by_nccl = device.type == "cuda" and hvd.nccl_built()
-    backend = "horovod-nccl" if by_nccl else "horovod-mpi" if hvd.mpi_enabled() else "horovod-gloo"
-
-    def all_reduce(tensor):  # reuses names, as gradients do: Horovod caches them
-        hvd.allreduce_(tensor, op=hvd.Sum, name=f"{tensor.dtype} {tuple(tensor.shape)}")
-
-    return Group(backend, device, hvd.local_rank(), hvd.local_size(), hvd.rank(), hvd.size(),
-                 all_reduce, hvd.barrier, hvd.shutdown)
+        return TorchGroup(pick_device)
+    if any(name in os.environ for name in launch.RANKS):
+        return HorovodGroup(pick_device)
+    return Group(pick_device)
 
 
 def sum_is_right(group, size):
     """Whether an all-reduce of `size` bytes gives this rank the exact sum (of whole numbers)."""
-    values = torch.arange(size // 4, dtype=torch.int32, device=group.device).remainder_(1000).float()
+    values = (
+        torch.arange(size // 4, dtype=torch.int32, device=group.device).remainder_(1000).float()
+    )
     tensor = values + group.rank + 1
     group.all_reduce(tensor)
     return torch.equal(tensor, values * group.world_size + sum(range(group.world_size + 1)))
 
 
 def seconds_of(group, size, repeats):
-    """The seconds that an all-reduce of `size` bytes takes, in each repetition; the same on all ranks."""
+    """The seconds of an all-reduce of `size` bytes, in each repetition; the same on all ranks."""
     tensor = torch.zeros(size // 4, device=group.device)  # zeros: repeated sums do not grow
     calls = 20 if group.device.type != "cpu" else max(1, min(20, 2**22 // size))
     own = []
@@ -128,23 +175,25 @@ def bus_bandwidth(size, seconds, world_size):
     return size / seconds * 2 * (world_size - 1) / world_size
 
 
+def message_size(text: str) -> int:
+    return flags.whole_number(text, 4)
+
+
 def parse_args():
     parser = flags.Parser(__doc__)
-    parser.add_argument("--max-bytes", type=flags.number(int, 4), default=4**13, metavar="N",
-                        help="the largest message")
-    parser.add_argument("--repeats", type=flags.COUNT, default=9, metavar="N", help="repetitions of each size")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
+    add = parser.add_argument
+    add("--max-bytes", type=message_size, default=4**13, metavar="N", help="the largest message")
+    add("--repeats", type=flags.positive_int, default=9, metavar="N", help="of each size")
+    add("--json", metavar="FILE", help="also write the results to FILE")
     args = parser.parse_args()
     if args.json and not os.path.isdir(os.path.dirname(args.json) or "."):
-        parser.error(f"--json {args.json}: the folder does not exist")
+        raise InputError(f"--json {args.json}: the folder does not exist")
     return args
 
 
 def main():
     args = parse_args()
-    processes.install_signal_handlers()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
-    processes.die_with_parent()
+    launch.die_with_parent()
 
     def pick_device(local_rank, local_world_size):
         enough = torch.cuda.device_count() >= local_world_size
@@ -152,32 +201,53 @@ def main():
 
     group = join(pick_device)
     if group.world_size == 1:
-        fail(f"one process has nothing to reduce: start it with a launcher, torchrun --nproc-per-node=2 {sys.argv[0]}")
-    flags.tune_cpu(group.device)  # as a recipe does
+        raise InputError(
+            "one process has nothing to reduce: start it with a launcher, "
+            f"torchrun --nproc-per-node=2 {sys.argv[0]}"
+        )
+    # As a recipe does.
+    devices.tune(group.device)
     hosts = sorted(set(group.gather_text(socket.gethostname())))
     device = f"{group.device.type} ({machine.hardware(group.device)})"
-    result = {"backend": group.backend, "processes": group.world_size, "hosts": len(hosts), "sizes": [],
-              "versions": machine.versions(), "date": str(datetime.date.today()), "command": sys.argv,
-              "hardware": {"hosts": hosts, "cpu": machine.cpu(), "cores": os.cpu_count(), "device": device}}
+    result = {
+        "backend": group.backend,
+        "processes": group.world_size,
+        "hosts": len(hosts),
+        "sizes": [],
+        "versions": machine.versions(),
+        "date": str(datetime.date.today()),
+        "command": sys.argv,
+        "hardware": {
+            "hosts": hosts,
+            "cpu": machine.cpu(),
+            "cores": os.cpu_count(),
+            "device": device,
+        },
+    }
 
     def say(line):
         if group.rank == 0:
             print(line, flush=True)
 
-    say(f"{group.backend}: {group.world_size} processes on {', '.join(hosts)}, device {device}, {machine.cpu()}; "
+    say(
+        f"{group.backend}: {group.world_size} processes on {', '.join(hosts)}, device {device}, "
+        f"{machine.cpu()}; "
         f"{', '.join(map(' '.join, result['versions'].items()))}; {result['date']}\n\n"
         "| bytes | time (us) | spread | algorithm bandwidth (GB/s) | bus bandwidth (GB/s) |\n"
-        "| ---: | ---: | ---: | ---: | ---: |")
+        "| ---: | ---: | ---: | ---: | ---: |"
+    )
     size = 4
     while size <= args.max_bytes:
         if not sum_is_right(group, size):
-            fail(f"the all-reduce of {size} bytes gives a wrong sum", status=1)
+            raise RunError(f"the all-reduce of {size} bytes gives a wrong sum")
         repetitions = seconds_of(group, size, args.repeats)
         seconds = statistics.median(repetitions)
         spread = (max(repetitions) - min(repetitions)) / seconds
         result["sizes"].append({"bytes": size, "seconds": seconds, "spread": spread})
-        say(f"| {size:,} | {seconds * 1e6:.1f} | {spread:.0%} | {size / seconds / 1e9:.3f} | "
-            f"{bus_bandwidth(size, seconds, group.world_size) / 1e9:.3f} |")
+        say(
+            f"| {size:,} | {seconds * 1e6:.1f} | {spread:.0%} | {size / seconds / 1e9:.3f} | "
+            f"{bus_bandwidth(size, seconds, group.world_size) / 1e9:.3f} |"
+        )
         size *= 4
     if args.json and group.rank == 0:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
@@ -185,4 +255,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with launch.plain_exits():
+        main()
