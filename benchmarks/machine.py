@@ -28,6 +28,7 @@ def versions():
 
 def commit(folder=Path(__file__).parent):
     """The commit of the repository that holds `folder`; -dirty if files other than results differ from it."""
+
     def git(*words):
         return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)
 
@@ -40,7 +41,9 @@ def commit(folder=Path(__file__).parent):
 
 def hardware(device):
     """The name of the GPU that `device` is, or how many cores the machine has."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+    )
 
 
 def cpu():

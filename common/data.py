@@ -1,5 +1,6 @@
 """The data of a run: a dataset, the sampler that picks this rank's share of it, and its batches."""
 
+import hashlib
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -135,9 +136,9 @@ def random_state(seed: int):
 
 
 def seed_of(*numbers: int) -> int:
-    """A 63-bit seed that is a function of `numbers`, each at least 0."""
-    (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    return int(word >> np.uint64(1))
+    """A 63-bit seed that is a function of `numbers`."""
+    digest = hashlib.blake2b(str(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def to_device(batch, device: torch.device):

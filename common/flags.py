@@ -27,8 +27,10 @@ class Parser(argparse.ArgumentParser):
 
 def whole_number(text: str, low: int, high: float = math.inf) -> int:
     value = int(text)
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text} is not in the range from {low} to {high}")
+    if value < low:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {low}")
+    if value > high:
+        raise argparse.ArgumentTypeError(f"{text} is above {high}")
     return value
 
 

@@ -29,8 +29,8 @@ class Normalise:
                 (1 / (255 * std)).to(images.device),
             )
         shift, scale = self.constants[key]
-        # One operation on the bytes: shift + images * scale.
-        return torch.addcmul(shift, images, scale)
+        # torch.addcmul takes four times as long on a CPU, as its operands have different types.
+        return (images * scale).add_(shift)
 
 
 def generate(
