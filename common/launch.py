@@ -77,14 +77,15 @@ def share_cores(local_world_size: int) -> None:
 def die_with_parent() -> None:
     """Let Linux kill this process when its parent dies: a rank in a collective would not notice.
 
-    The parent is the thread that started this process, so call it only where that thread lives
-    as long as its process: under a launcher, in a process of mp.spawn, in a loader worker.
+    To Linux the parent is a thread. That of a launcher, of mp.spawn and of a DataLoader lives as
+    long as its process; where none of them started this process, nothing is done.
     """
-    if sys.platform != "linux":
+    parent = mp.parent_process()
+    launched = any(name in os.environ for name in RANKS)
+    if sys.platform != "linux" or not (launched or parent):
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = mp.parent_process()
     if parent and parent.pid != os.getppid():
         # It died before prctl.
         os._exit(1)

@@ -13,7 +13,7 @@ import torch
 from recipes import ROOT
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
-from common import checkpoint
+from common import checkpoint, devices, flags
 from common.data import EpochSampler, Seeded, TensorLoader, to_device
 from common.errors import InputError, RunError
 from common.metrics import Best, Sums, require_finite
@@ -274,3 +274,100 @@ def test_init_from_names_what_does_not_fit(tmp_path):
         checkpoint.init_from(str(tmp_path / "w.pt"), other)
     (line,) = checkpoint.init_from(str(tmp_path / "w.pt"), other, partial=True)
     assert "1 of 2 loaded; left out: weight" in line
+
+
+def test_resume_auto_looks_only_for_its_own_files(tmp_path):
+    """Another file in a new folder does not keep a run from its start."""
+    torch.save({"weights": 1}, tmp_path / "teacher.pt")
+    model = torch.nn.Linear(2, 2)
+    found = checkpoint.resume("auto", tmp_path, state_of(model), {})
+    assert found.path is None
+    checkpoint.claim(tmp_path, tmp_path, found)
+
+
+def test_an_older_checkpoint_goes_on_in_a_new_folder(tmp_path):
+    """In its own it would overwrite a newer one, and the message says so."""
+    (tmp_path / "old").mkdir()
+    model = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
+    found = checkpoint.resume(str(tmp_path / "old" / "previous.pt"), None, state_of(model), {})
+    model.weight.data += 1
+    checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
+    with pytest.raises(InputError, match="choose another --log-dir"):
+        checkpoint.claim(tmp_path / "old", tmp_path / "old", found)
+    checkpoint.claim(tmp_path / "new", tmp_path / "new", found)
+
+
+def test_a_flag_may_have_an_underscore(monkeypatch):
+    parser = flags.Parser("A script.")
+    parser.add_argument("--my_flag", type=int)
+    monkeypatch.setattr(sys, "argv", ["script", "--my_flag", "3"])
+    assert parser.parse_args().my_flag == 3
+
+
+def test_channels_last_hands_on_all_inputs():
+    class Masked(torch.nn.Module):
+        def forward(self, images, mask=None, *, scale=1):
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            return images * mask * scale
+
+    model = Masked()
+    devices.use_channels_last(model)
+    images = torch.ones(2, 3, 4, 4)
+    assert model(images, torch.full((4, 4), 2.0), scale=3).unique().tolist() == [6]
+
+
+def test_one_device_by_name(monkeypatch):
+    """cuda:1 is the second of two, and each process has its own."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert devices.pick("cuda:1") == torch.device("cuda", 1)
+    assert devices.pick("auto", local_rank=1, local_world_size=2) == torch.device("cuda", 1)
+    with pytest.raises(InputError, match="torch sees 2 cuda devices, and 3 are needed"):
+        devices.pick("cuda:2")
+    with pytest.raises(InputError, match="each process has a device of its own"):
+        devices.pick("cuda:1", local_rank=0, local_world_size=2)
+
+
+def test_an_error_after_a_stop_request_is_printed():
+    """Also by a rank that is not the first."""
+    code = (
+        "import os, signal\n"
+        "from common import launch\n"
+        "from common.errors import InputError\n"
+        "from common.stop import StopSignal\n"
+        "with launch.plain_exits():\n"
+        "    stop = StopSignal()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    raise InputError('no such file')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["-c: rank 1: no such file"]
+
+
+def test_a_process_outlives_the_thread_that_started_it():
+    """Without a launcher, as in a script that starts trainings from a pool of threads."""
+    child = "from common import launch; launch.die_with_parent(); import time; time.sleep(2)"
+    code = (
+        "import subprocess, sys, threading\n"
+        "started = []\n"
+        "def start():\n"
+        f"    started.append(subprocess.Popen([sys.executable, '-c', {child!r}]))\n"
+        "    started[0].poll()\n"
+        "    import time; time.sleep(0.1)\n"
+        "thread = threading.Thread(target=start)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "sys.exit(started[0].wait())\n"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, timeout=300).returncode == 0

@@ -456,3 +456,23 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
         assert len(first.splitlines()) == 1
         assert "Traceback" not in second
         assert place(checkpoint(tmp_path / "first" / "log")) == (1, 0)
+
+
+def test_evaluations_within_an_epoch_change_nothing_else(tmp_path):
+    """The same weights with them as without, and a checkpoint at each."""
+    flags = "--synthetic 640 --epochs 2 --device cpu"
+    compute(f"python {ROOT}/mnist/single.py {flags} --log-dir without", cwd=tmp_path)
+    often = f"{flags} --eval-every 4 --log-interval 3"
+    compute(f"python {ROOT}/mnist/single.py {often} --log-dir with", cwd=tmp_path)
+    assert_same(checkpoint(tmp_path / "with")["model"], checkpoint(tmp_path / "without")["model"])
+    steps = [line["step"] for line in evaluations(tmp_path / "with")]
+    assert steps == [4, 8, 10, 12, 16, 20]
+
+
+def test_the_position_counts_what_the_sampler_gave(tmp_path):
+    """A copy that fixes the batch size, whatever the flag says."""
+    line = "schedule.per_process(args.batch_size, args.global_batch_size)"
+    folder = changed_copy(tmp_path / "copy", "mnist/single.py", line, "32")
+    flags = "--synthetic 640 --max-steps 7 --device cpu -b 64 --log-dir log"
+    compute(f"python {folder}/single.py {flags}", cwd=tmp_path)
+    assert place(checkpoint(tmp_path / "log")) == (0, 7 * 32)
