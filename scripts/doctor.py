@@ -1,4 +1,4 @@
-"""Check, before a job, that its processes find each other, compute correct sums, and share the data.
+"""Check, before a job, that its processes find each other, compute correct sums, and share data.
 
     python scripts/doctor.py
     torchrun --nproc-per-node=2 scripts/doctor.py
@@ -7,20 +7,19 @@
     sbatch slurm/ddp_2nodes.sh scripts/doctor.py --data-dir data
     sbatch slurm/hvd_2nodes.sh scripts/doctor.py --data-dir data
 
-Start it in place of a recipe, with the flags of the data set's single.py. The line that begins with "doctor" says "all
-is well", with status 0, or what is wrong and what to do, and status 1 (2 for wrong input). It trains nothing and writes
-no results. With --data-dir it reads the data set as a recipe does, and downloads it if it is missing; without, it uses
-blank images: as many for training, and a fifth for validation. For a recipe of your own, `--recipe ../mine/train.py
---data load` uses its flags, and the two datasets that its load(args) returns; without --data the datasets are not
-checked. --dataset none needs no recipe.
+Start it in place of a recipe, with the flags of the data set's ddp_launch.py. The line that begins
+with "doctor" says "all is well", with status 0, or what is wrong and what to do, and status 1 (2
+for wrong input). It trains nothing and writes no results. With --data-dir it reads the data set as
+a recipe does, and downloads it if it is missing; without, it checks only who would read what.
+`--recipe ../mine/train.py` checks a script of your own: it needs parse_args() and
+load_data(args, device, rank, world_size), as the recipes have them. --dataset none checks no data.
 """
 
 import argparse
 import faulthandler
-import functools
+import inspect
 import itertools
 import json
-import operator
 import os
 import runpy
 import signal
@@ -29,83 +28,118 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
 from benchmarks import allreduce, machine
-from common import flags, processes, schedule
-from common.data import DataObject, EpochSampler, ImageTensor
-from common.processes import fail
+from common import devices, flags, launch, schedule
+from common.data import DataObject, EpochSampler
+from common.errors import InputError, RunError
 
-DATA = {"mnist": ("datasets.mnist", 60_000), "cifar10": ("cifar.load", 50_000),  # the images are for training
-        "imagenet": ("jpegs.imagenet", 1_281_167)}
-SMALL, LARGE = 4, 2**24  # bytes to reduce
-SLOW = 1.25  # times the median: a rank for which all others wait
-STARTED = {  # the variable with the number of processes: its launcher, and what to do if each of them runs alone
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "scripts/install_horovod.sh builds Horovod with the installed MPI"),
-    "SLURM_STEP_NUM_TASKS": ("srun", "Horovod needs srun --mpi=pmix, and DDP one torchrun per node: see slurm/"),
+# The training images of each data set.
+IMAGES = {"mnist": 60_000, "cifar10": 50_000, "imagenet": 1_281_167}
+# The bytes to reduce.
+SMALL = 4
+LARGE = 2**24
+# Times the median: a rank for which all others wait.
+SLOW = 1.25
+# The variable with the number of processes: its launcher, and what to do if each runs alone.
+STARTED = {
+    "OMPI_COMM_WORLD_SIZE": (
+        "mpirun",
+        "scripts/install_horovod.sh builds Horovod with the installed MPI",
+    ),
+    "SLURM_STEP_NUM_TASKS": (
+        "srun",
+        "Horovod needs srun --mpi=pmix, and DDP one torchrun per node: see slurm/",
+    ),
 }
 
 
 def parse_args():
-    """Return (the recipe's parsed arguments, the function that returns its datasets, or None)."""
+    """Return (the doctor's own arguments, those of the recipe, the recipe or None)."""
     parser = flags.Parser(__doc__)
     parser.epilog = "It also accepts the flags of the recipe: see the recipe's --help."
-    parser.add_argument("--dataset", choices=[*DATA, "none"], default="cifar10", help="the data set of the recipe")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="a recipe of your own")
-    parser.add_argument("--data", metavar="NAME", help="the function in it that returns the datasets")
-    parser.add_argument("--data-dir", metavar="DIR", help="folder of the data set, downloaded if missing")
-    parser.add_argument("--timeout", type=flags.COUNT, default=60, metavar="SECONDS", help="longest time for a step")
-    parser.add_argument("--local-rank", help=argparse.SUPPRESS)  # torch.distributed.launch passes it
+    add = parser.add_argument
+    add("--dataset", choices=[*IMAGES, "none"], default="cifar10", help="of the recipe")
+    add("--recipe", type=Path, metavar="FILE", help="a script of your own")
+    add("--data-dir", metavar="DIR", help="folder of the data set, downloaded if missing")
+    add("--timeout", type=flags.positive_int, default=60, help="longest time for a step (s)")
+    add("--device", default="auto", help="cuda, xpu, mps, cpu")
+    # torch.distributed.launch passes it.
+    add("--local-rank", help=argparse.SUPPRESS)
     own, others = parser.parse_known_args()
-    sys.argv[1:] = [f"--timeout={own.timeout}", *others, *(["--data-dir", own.data_dir] if own.data_dir else [])]
-    if own.dataset == "none" and not own.recipe:
-        return flags.parser(__doc__, "none").parse_args(), None
-    path, data = own.recipe, own.data
-    if not path:
-        path, (data, images) = ROOT / own.dataset / "single.py", DATA[own.dataset]
-        sys.argv[1:1] = [] if own.data_dir else [f"--synthetic={images}"]
-    elif not path.is_file():
-        parser.error(f"--recipe {path}: there is no such file")
-    sys.path.insert(0, str(path.parent))  # for its own imports
-    module = argparse.Namespace(**runpy.run_path(str(path)))
-    try:
-        parse, load = (name and operator.attrgetter(name)(module) for name in ("parse_args", data))
-    except AttributeError as error:
-        parser.error(f"{path} has no {error.name}: it needs parse_args(), and the function that --data names")
-    args = parse()
-    return args, blank if not own.recipe and args.synthetic else load
+    if own.recipe is None and own.dataset == "none":
+        if others:
+            raise InputError(f"unrecognized arguments: {' '.join(others)}")
+        return own, SimpleNamespace(), None
+    path = own.recipe or ROOT / own.dataset / "ddp_launch.py"
+    if not path.is_file():
+        raise InputError(f"--recipe {path}: there is no such file")
+    sys.argv[1:] = others
+    if own.data_dir:
+        sys.argv += ["--data-dir", own.data_dir]
+    # For its own imports.
+    sys.path.insert(0, str(path.parent))
+    recipe = SimpleNamespace(**runpy.run_path(str(path)))
+    for name, parameters in (("parse_args", 0), ("load_data", 4)):
+        function = vars(recipe).get(name)
+        if function is None or len(inspect.signature(function).parameters) != parameters:
+            raise InputError(f"{path} needs the function {name}, as mnist/ddp_launch.py has it")
+    return own, recipe.parse_args(), recipe
 
 
-def blank(args):
-    """One-pixel images, as many as --synthetic generates."""
-    return [ImageTensor(torch.zeros(length, 1, 1, 1, dtype=torch.uint8), torch.zeros(length, dtype=torch.int64),
-                        ((0.5,), (0.5,))) for length in (args.synthetic, max(1, args.synthetic // 5))]
+def data_of(own, args, recipe, group):
+    """The recipe's DataObjects for training and validation; without files only their samplers."""
+    if own.recipe or own.data_dir or args.synthetic:
+        return recipe.load_data(args, group.device, group.rank, group.world_size)
+    length = IMAGES[own.dataset]
+    accumulate = vars(args).get("accumulate", 1)
+    parts = group.world_size * accumulate
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, parts)
+    train_sampler = EpochSampler(
+        length, batch_size * accumulate, group.rank, group.world_size, seed=args.seed
+    )
+    val_sampler = range(group.rank, length // 5, group.world_size)
+    train = DataObject(range(length), train_sampler, loader=None)
+    return train, DataObject(range(length // 5), val_sampler, loader=None)
 
 
 def faults_of_launch(group):
     """The fault, if a launcher started several processes that are not connected."""
-    torchruns = os.environ.get("GROUP_WORLD_SIZE")  # the number of torchruns that have joined
+    # The number of torchruns that have joined.
+    torchruns = os.environ.get("GROUP_WORLD_SIZE")
     for name, (launcher, cure) in STARTED.items():
         started = int(os.environ.get(name, 1))
         if started > int(torchruns or group.world_size):
             if torchruns:
-                cure = f"torchrun needs --nnodes={started} and a common --rdzv-endpoint, as in slurm/ddp_2nodes.sh"
-            return [f"{launcher} started {started} of these, and this one is rank {group.rank} of {group.world_size}, "
-                    f"so they are not connected: {cure}"]
+                cure = (
+                    f"torchrun needs --nnodes={started} and a common --rdzv-endpoint, "
+                    "as in slurm/ddp_2nodes.sh"
+                )
+            return [
+                f"{launcher} started {started} of these, and this one is rank {group.rank} of "
+                f"{group.world_size}, so they are not connected: {cure}"
+            ]
     return []
 
 
 def describe(group, args):
     """A description of this process, for the others."""
     gpu = torch.cuda.get_device_properties(group.device) if group.device.type == "cuda" else None
-    return {"host": socket.gethostname(), "local_rank": group.local_rank, "threads": torch.get_num_threads(),
-            "cores": sorted(os.sched_getaffinity(0)), "device": f"{group.device} ({gpu.name})" if gpu else "cpu",
-            "place": f"GPU {gpu.uuid}" if gpu else f"local rank {group.local_rank}",
-            "same": {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
-            | machine.versions()}
+    return {
+        "host": socket.gethostname(),
+        "local_rank": group.local_rank,
+        "threads": torch.get_num_threads(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "device": f"{group.device} ({gpu.name})" if gpu else "cpu",
+        "place": f"GPU {gpu.uuid}" if gpu else f"local rank {group.local_rank}",
+        "same": {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
+        | machine.versions(),
+    }
 
 
 def first_with(values):
@@ -119,137 +153,213 @@ def faults_of(ranks):
     for name in dict.fromkeys(name for rank in ranks for name in rank["same"]):
         found = first_with([rank["same"].get(name) for rank in ranks])
         if len(found) > 1:
-            faults.append(f"{name} is {', '.join(f'{value} on rank {rank}' for value, rank in found.items())}: "
-                          "start all ranks with the same flags, from the same environment")
+            each = ", ".join(f"{value} on rank {rank}" for value, rank in found.items())
+            faults.append(
+                f"{name} is {each}: start all ranks with the same flags, from the same environment"
+            )
     places = [f"{rank['place']} of {rank['host']}" for rank in ranks]
-    return faults + [f"ranks {places.index(place)} and {rank} both have {place}, and so the same device: start one "
-                     "launcher on each host, and give each host a name of its own"
-                     for rank, place in enumerate(places) if places.index(place) != rank][:1]
+    for rank, place in enumerate(places):
+        if places.index(place) != rank:
+            faults.append(
+                f"ranks {places.index(place)} and {rank} both have {place}, and so the same "
+                "device: start one launcher on each host, and give each host a name of its own"
+            )
+            break
+    return faults
 
 
-def seconds_of_work(group, dataset):
-    """{kind: seconds of a piece of work without communication}: the shortest of three means over 0.2 s."""
-    matrix, block = torch.rand(512, 512, device=group.device), torch.rand(2**22, device=group.device)
-    pieces = {"arithmetic": lambda: (matrix @ matrix).sum().item(), "memory": lambda: block.clone()[-1].item()}
-    if dataset:
-        images = DataObject(dataset, range(group.rank, len(dataset), group.world_size), 100, group.device)
-        batches = itertools.chain.from_iterable(itertools.repeat(images))
+def seconds_of_work(group, loader):
+    """{kind: seconds of a piece of work without communication}: the best mean over 0.2 s."""
+    matrix = torch.rand(512, 512, device=group.device)
+    block = torch.rand(2**22, device=group.device)
+    pieces = {
+        "arithmetic": lambda: (matrix @ matrix).sum().item(),
+        "memory": lambda: block.clone()[-1].item(),
+    }
+    if loader is not None:
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
         pieces["reading data"] = lambda: next(batches)
 
     def mean(piece):
-        began, count = time.perf_counter(), 0
-        while (passed := time.perf_counter() - began) < 0.2:
+        began = time.perf_counter()
+        count = 0
+        passed = 0.0
+        while passed < 0.2:
             piece()
             count += 1
+            passed = time.perf_counter() - began
         return passed / count
 
     found = {}
     for name, piece in pieces.items():
-        group.barrier()  # all at the same time, as in training
+        # All at the same time, as in training.
+        group.barrier()
         found[name] = min(mean(piece) for _ in range(3))
     return found
 
 
 def slow_ranks(ranks, seconds):
-    """Yield a warning for each rank that takes longer than the others for its `seconds` of each kind of work."""
+    """Yield a warning for each rank that takes longer than the others for a kind of work."""
     for name in seconds[0]:
         middle = statistics.median(each[name] for each in seconds)
         for number, each in enumerate(seconds):
             if each[name] > SLOW * middle:
-                yield (f"rank {number} on {ranks[number]['host']} takes {each[name] / middle:.2f} times the median for "
-                       f"{name}, and all others wait for it: look for other programs, limits of power or of the cgroup")
+                who = f"rank {number} on {ranks[number]['host']}"
+                yield (
+                    f"{who} takes {each[name] / middle:.2f} times the median for {name}, and all "
+                    "others wait for it: look for other programs, limits of power or of the cgroup"
+                )
 
 
 def warnings_of(ranks):
     """Yield what makes a host slow."""
     for host in sorted({rank["host"] for rank in ranks}):
         here = [rank for rank in ranks if rank["host"] == host]
-        threads, cores = sum(rank["threads"] for rank in here), len({core for rank in here for core in rank["cores"]})
+        threads = sum(rank["threads"] for rank in here)
+        cores = len({core for rank in here for core in rank["cores"]})
         if threads > cores:
-            yield (f"{len(here)} processes with {threads} threads share {cores} cores of {host}: "
-                   f"set OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer")
+            yield (
+                f"{len(here)} processes with {threads} threads share {cores} cores of {host}: "
+                f"set OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer"
+            )
 
 
-def faults_of_data(group, args, train_set, val_set):
+def length_of(dataset):
+    """Its length, or -1 of a stream."""
+    return len(dataset) if hasattr(dataset, "__len__") else -1
+
+
+def counts_of(group, data):
+    """How often each sample is read, over all ranks."""
+    indices = torch.tensor(list(data.sampler), dtype=torch.int64)
+    counts = torch.bincount(indices, minlength=len(data.dataset)).int().to(group.device)
+    group.all_reduce(counts)
+    return counts
+
+
+def faults_of_data(group, train, val):
     """Return (the faults of the data that the ranks would read, a description of it)."""
-    sizes = group.gather(torch.tensor([len(train_set), len(val_set)])).tolist()
-    if len(found := first_with(list(map(tuple, sizes)))) > 1:
-        each = ", ".join(f"{a} and {b} images on rank {rank}" for (a, b), rank in found.items())
-        return [f"the data set is not the same on all ranks ({each}): bring the same files to all hosts"], None
-    accumulate = getattr(args, "accumulate", 1)
-    sampler = EpochSampler(len(train_set), args.batch_size * accumulate, args.seed, group.rank, group.world_size)
-    val_sampler, counts = range(group.rank, len(val_set), group.world_size), []
-    for dataset, share in (train_set, sampler), (val_set, val_sampler):
-        indices = DataObject(dataset, share, args.batch_size, group.device).indices()
-        counts.append(torch.bincount(indices, minlength=len(dataset)).int().to(group.device))
-        group.all_reduce(counts[-1])  # how often each image is read, over all ranks
-    never, twice, not_once = (int(wrong.sum()) for wrong in (counts[0] == 0, counts[0] > 1, counts[1] != 1))
-    faults = [f"the shards of training are wrong, an epoch reads {twice} images more than once and {never} "
-              "never"] * bool(twice or never >= sampler.global_batch)
-    faults += [f"the shards of validation are wrong, {not_once} images are not read exactly once"] * bool(not_once)
-    return faults, (f"an epoch trains on {len(train_set) - never:,} of {len(train_set):,} images, each once"
-                    f"{f' ({never:,} fill no global batch)' * (never > 0)}, and validates on {len(val_set):,}, "
-                    f"each once; none is repeated as padding\nbatch {args.batch_size} per process"
-                    f"{f' x {accumulate} accumulated' * (accumulate > 1)}, {sampler.global_batch} global | "
-                    f"{len(train_set) // sampler.global_batch} steps per epoch")
+    lengths = [length_of(train.dataset), length_of(val.dataset)]
+    found = first_with(list(map(tuple, group.gather(torch.tensor(lengths)).tolist())))
+    if len(found) > 1:
+        each = ", ".join(f"{a} and {b} samples on rank {rank}" for (a, b), rank in found.items())
+        fault = f"the data set is not the same on all ranks ({each})"
+        return [f"{fault}: bring the same files to all hosts"], None
+    if -1 in lengths:
+        return [], "a stream, of which nothing is checked"
+    sampler = train.sampler
+    counts = counts_of(group, train)
+    never = int((counts == 0).sum())
+    twice = int((counts > 1).sum())
+    not_once = int((counts_of(group, val) != 1).sum())
+    faults = []
+    if twice or never >= sampler.global_batch:
+        faults.append(
+            "the shards of training are wrong, "
+            f"an epoch reads {twice} samples more than once and {never} never"
+        )
+    if not_once:
+        faults.append(
+            f"the shards of validation are wrong, {not_once} samples are not read exactly once"
+        )
+    left_out = f" ({never:,} fill no global batch)" if never else ""
+    shares = (
+        f"an epoch trains on {lengths[0] - never:,} of {lengths[0]:,} samples, each once"
+        f"{left_out}, and validates on {lengths[1]:,}, each once; none is repeated as padding"
+    )
+    steps = (
+        f"batch {sampler.batch_size} per process, {sampler.global_batch} global | "
+        f"{sampler.steps_per_epoch} steps per epoch"
+    )
+    return faults, f"{shares}\n{steps}"
 
 
 def main():
-    args, load = parse_args()
-    processes.install_signal_handlers()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
-    processes.die_with_parent()
-    datasets = load and load(args)  # before the group exists, as a download can take long
+    own, args, recipe = parse_args()
+    # There is nothing to save.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    launch.die_with_parent()
 
-    def say(line=""):
-        faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
-        if line and group.rank == 0:
+    def watch():
+        faulthandler.dump_traceback_later(own.timeout, exit=True, file=sys.__stderr__)
+
+    def say(line):
+        watch()
+        if group.rank == 0:
             print(line, flush=True)
 
     def stop_if(faults):
         if faults:
             say("doctor: " + "; ".join(faults))
-            group.barrier()  # once one rank ends, the launcher ends the others
+            # Once one rank ends, the launcher ends the others.
+            group.barrier()
             os._exit(1)
 
-    say()
-    group = allreduce.join(functools.partial(flags.pick_device, args))
-    flags.tune_cpu(group.device)  # as a recipe does
-    if hasattr(args, "global_batch_size"):
-        schedule.divide_batch(args, group.world_size)
+    def pick_device(local_rank, local_world_size):
+        return devices.pick(own.device, local_rank, local_world_size)
+
+    watch()
+    group = allreduce.join(pick_device)
+    # As a recipe does.
+    devices.tune(group.device)
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
-        if not allreduce.sum_is_right(group, size):  # decided alone: no collective can be trusted
-            fail(f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try another backend or, on "
-                 "GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1", status=1)
-    ranks = [json.loads(text) for text in group.gather_text(json.dumps(describe(group, args)))]
+        # Decided alone: no collective can be trusted.
+        if not allreduce.sum_is_right(group, size):
+            raise RunError(
+                f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try "
+                "another backend or, on GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1"
+            )
+    own_description = json.dumps(describe(group, args))
+    ranks = [json.loads(text) for text in group.gather_text(own_description)]
     say(", ".join(map(" ".join, machine.versions().items())))
-    say("| rank | host | local rank | device | cores | threads |\n| ---: | --- | ---: | --- | ---: | ---: |")
+    say("| rank | host | local rank | device | cores | threads |")
+    say("| ---: | --- | ---: | --- | ---: | ---: |")
     for number, rank in enumerate(ranks):
-        say(f"| {number} | {rank['host']} | {rank['local_rank']} | {rank['device']} | {len(rank['cores'])} | "
-            f"{rank['threads']} |")
+        say(
+            f"| {number} | {rank['host']} | {rank['local_rank']} | {rank['device']} | "
+            f"{len(rank['cores'])} | {rank['threads']} |"
+        )
     stop_if(faults_of(ranks))
     if group.world_size > 1:
-        small, large = (statistics.median(allreduce.seconds_of(group, size, repeats=3)) for size in (SMALL, LARGE))
+        small, large = (
+            statistics.median(allreduce.seconds_of(group, size, repeats=3))
+            for size in (SMALL, LARGE)
+        )
         bandwidth = allreduce.bus_bandwidth(LARGE, large, group.world_size)
-        say(f"all-reduce over {group.backend}: the sums are right | {SMALL} bytes take {small * 1e6:.0f} us | "
-            f"bus bandwidth {bandwidth / 1e9:.2f} GB/s for {LARGE >> 20} MiB")
-    if datasets:
-        faults, what_is_read = faults_of_data(group, args, *datasets)
+        say(
+            f"all-reduce over {group.backend}: the sums are right | "
+            f"{SMALL} bytes take {small * 1e6:.0f} us | "
+            f"bus bandwidth {bandwidth / 1e9:.2f} GB/s for {LARGE >> 20} MiB"
+        )
+    loader = None
+    if recipe:
+        # A download can take longer than a step.
+        faulthandler.cancel_dump_traceback_later()
+        train, val = data_of(own, args, recipe, group)
+        watch()
+        loader = train.loader
+        faults, what_is_read = faults_of_data(group, train, val)
         stop_if(faults)
-        say(f"{args.dataset}{', generated' if getattr(args, 'synthetic', None) else ''}: {what_is_read}")
-    if hasattr(args, "lr"):
-        factor = schedule.lr_factor(args, group.world_size)
-        say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
-    work = group.gather_text(json.dumps(seconds_of_work(group, datasets and load is not blank and datasets[0])))
+        say(f"{args.dataset}: {what_is_read}")
+        if {"lr", "scale_lr", "global_batch_size"} <= vars(args).keys():
+            factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
+            say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
+    work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
     warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
     for warning in warnings:
         say(f"warning: {warning}")
+    but = " but for the warnings" if warnings else ""
     hosts = len({rank["host"] for rank in ranks})
-    say(f"doctor: all is well{' but for the warnings' if warnings else ''}: world size {group.world_size} on {hosts} "
-        f"host{'s' * (hosts > 1)}, device {group.device.type} ({machine.hardware(group.device)})")
+    where = f"{hosts} host{'s' if hosts > 1 else ''}"
+    hardware = machine.hardware(group.device)
+    say(
+        f"doctor: all is well{but}: world size {group.world_size} on {where}, "
+        f"device {group.device.type} ({hardware})"
+    )
     group.leave()
 
 
 if __name__ == "__main__":
-    main()
+    with launch.plain_exits():
+        main()

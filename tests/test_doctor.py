@@ -1,4 +1,4 @@
-"""scripts/doctor.py under each launcher, and the faults that it has to find: each of them is produced here."""
+"""scripts/doctor.py under each launcher, and the faults that it has to find, produced here."""
 
 import os
 import re
@@ -18,11 +18,11 @@ SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
 MPIRUN = "mpirun --oversubscribe --bind-to none"
 WELL = "doctor: all is well( but for the warnings)?"  # beside other tests a rank can be slow
-SHARES = "an epoch trains on {} images, each once{}, and validates on {}, each once"
+SHARES = "an epoch trains on {} samples, each once{}, and validates on {}, each once"
 
 
 def verdict(output):
-    """The one line with the result. If it is bad, torchrun, horovodrun and mpirun print more after it."""
+    """The one line with the result. If it is bad, the launchers print more after it."""
     lines = [line for line in output.splitlines() if line.startswith("doctor: ")]
     assert len(lines) == 1, output
     return lines[0]
@@ -53,91 +53,143 @@ def test_three_processes_which_do_not_divide_the_images():
 
 
 def test_real_images_and_a_warning(real_data):
-    output = compute(f"torchrun --nproc-per-node=2 {SCRIPT} --dataset mnist --data-dir {real_data('mnist')}",
-                     cwd=ROOT, OMP_NUM_THREADS=str(CORES))
-    assert f"mnist: {SHARES.format('59,904 of 60,000', ' (96 fill no global batch)', '10,000')}" in output
+    output = compute(
+        f"torchrun --nproc-per-node=2 {SCRIPT} --dataset mnist --data-dir {real_data('mnist')}",
+        cwd=ROOT,
+        OMP_NUM_THREADS=str(CORES),
+    )
+    assert (
+        f"mnist: {SHARES.format('59,904 of 60,000', ' (96 fill no global batch)', '10,000')}"
+        in output
+    )
     assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
     assert "doctor: all is well but for the warnings: " in verdict(output)
 
 
 def test_wrong_inputs(tmp_path):
-    for flags, complaint in (("--dataset imagenet --data-dir none", "none/train is missing"),
-                             ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
-                             ("--synthetic 100", "do not fill one batch of 128"),
-                             ("--recipe none.py", "there is no such file"),
-                             (f"--recipe {ROOT}/mnist/single.py --data MyDataset", "single.py has no MyDataset")):
+    for flags, complaint in (
+        ("--dataset imagenet --data-dir none", "none/train is missing"),
+        ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
+        ("--synthetic 100", "do not fill one batch of 128"),
+        ("--recipe none.py", "there is no such file"),
+        (f"--recipe {ROOT}/mnist/single.py", "single.py needs the function load_data"),
+    ):
         lines = compute(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
         assert lines[-1].startswith("doctor.py: ") and complaint in lines[-1]
 
 
 MINE = """
 import os, sys
-from torch.utils.data import TensorDataset
 import torch
+from torch.utils.data import TensorDataset
+
 sys.path.insert(1, {root!r})
-from common import flags
+from common import flags, schedule
+from common.data import DataObject, EpochSampler, TensorLoader
+
 
 def parse_args():
-    parser = flags.parser(__doc__, dataset="mine")
-    flags.add_training(parser, lrs={{"net": 0.5}}, epochs=1, batch_size=8)
-    flags.add_sgd(parser, weight_decay=0)
+    parser = flags.Parser(__doc__)
+    parser.set_defaults(dataset="mine")
+    add = parser.add_argument
+    add("-b", "--batch-size", type=int, default=8)
+    add("-G", "--global-batch-size", type=int)
+    add("--scale-lr", default="linear")
+    add("--lr", type=float, default=0.5)
+    flags.add_run_flags(parser)
     return parser.parse_args()
 
-def load(args):
-    count = 100 + 10 * (os.environ["RANK"] == os.environ.get("MORE"))
-    return [TensorDataset(torch.zeros(n, 3, 4, 4), torch.zeros(n, dtype=torch.int64)) for n in (count, 30)]
+
+def load_data(args, device, rank, world_size):
+    count = 110 if os.environ["RANK"] == os.environ.get("MORE") else 100
+    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
+    sampler = EpochSampler(count, batch_size, rank, world_size)
+    train_set, val_set = (TensorDataset(torch.zeros(n, 3)) for n in (count, 30))
+    train = DataObject(train_set, sampler, TensorLoader(train_set, sampler, batch_size, device))
+    return train, DataObject(val_set, range(rank, 30, world_size), None)
 """
 
 
 def test_own_recipe(tmp_path):
     (tmp_path / "train.py").write_text(MINE.format(root=str(ROOT)))
     mine = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe train.py"
-    output = compute(f"{mine} --data load -b 12", cwd=tmp_path)
+    output = compute(f"{mine} -b 12", cwd=tmp_path)
     assert f"mine: {SHARES.format('96 of 100', ' (4 fill no global batch)', '30')}" in output
-    assert "batch 12 per process, 24 global | 4 steps per epoch" in output and "learning rate 1 (--lr 0.5" in output
-    output = compute(f"{mine} --data load --global-batch-size 24", cwd=tmp_path)
-    assert "batch 12 per process, 24 global | 4 steps per epoch" in output and "learning rate 0.5 (--lr 0.5" in output
-    output = compute(f"{mine} --data load", cwd=tmp_path, status=1, MORE="1")
-    assert "the data set is not the same on all ranks (100 and 30 images on rank 0, 110 and 30 images on rank 1)" \
-        in verdict(output)
-    output = compute(mine, cwd=tmp_path, MORE="1")
-    assert re.match(f"{WELL}: world size 2", verdict(output)) and "an epoch trains" not in output
+    assert "batch 12 per process, 24 global | 4 steps per epoch" in output
+    assert "learning rate 1 (--lr 0.5" in output
+    output = compute(f"{mine} --global-batch-size 24", cwd=tmp_path)
+    assert "batch 12 per process, 24 global | 4 steps per epoch" in output
+    assert "learning rate 0.5 (--lr 0.5" in output
+    output = compute(mine, cwd=tmp_path, status=1, MORE="1")
+    each = "100 and 30 samples on rank 0, 110 and 30 samples on rank 1"
+    assert f"the data set is not the same on all ranks ({each})" in verdict(output)
+
+
+@pytest.mark.parametrize("name", ["regression", "finetune"])
+def test_examples(name):
+    """Data in memory, and data that workers read."""
+    command = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe examples/{name}.py"
+    output = compute(f"{command} --synthetic 400", cwd=ROOT)
+    assert f"{name}: an epoch trains on " in output
+    assert re.match(f"{WELL}: world size 2", verdict(output))
 
 
 def test_no_data_set(tmp_path):
-    output = compute(f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset none --device cpu", cwd=tmp_path)
+    output = compute(
+        f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset none --device cpu",
+        cwd=tmp_path,
+    )
     assert re.match(f"{WELL}: world size 2", verdict(output)) and "the sums are right" in output
 
 
 def test_a_slow_rank(real_data, tmp_path):
     """Rank 1 gets a fifth of a core at most, and rank 0 goes before all other tests."""
     group = Path("/sys/fs/cgroup/cpu", f"doctor-{os.getpid()}")
-    need(os.access(group.parent / "cgroup.procs", os.W_OK), "root, and cgroups (version 1), to throttle a process")
+    need(
+        os.access(group.parent / "cgroup.procs", os.W_OK),
+        "root, and cgroups (version 1), to throttle a process",
+    )
     group.mkdir()
     (group / "cpu.cfs_period_us").write_text("10000")
     (group / "cpu.cfs_quota_us").write_text("2000")
     try:
         flags = f"--dataset mnist --data-dir {real_data('mnist')}"
-        first = "echo -20 > /proc/self/autogroup"  # torchrun starts each rank in a session, where nice has no effect
-        start = f'if [ "$RANK" = 0 ]; then {first}; else echo $BASHPID > {group}/cgroup.procs; fi; ' \
-                f'exec python {SCRIPT} {flags}'
-        output = run(f"torchrun --standalone --nproc-per-node=2 --no-python bash -c '{start}'", cwd=tmp_path)
+        # torchrun starts each rank in a session, where nice has no effect.
+        first = "echo -20 > /proc/self/autogroup"
+        start = (
+            f'if [ "$RANK" = 0 ]; then {first}; else echo $BASHPID > {group}/cgroup.procs; fi; '
+            f"exec python {SCRIPT} {flags}"
+        )
+        output = run(
+            f"torchrun --standalone --nproc-per-node=2 --no-python bash -c '{start}'", cwd=tmp_path
+        )
     finally:
         group.rmdir()
     for name in ("arithmetic", "memory", "reading data"):
-        assert re.search(rf"^warning: rank 1 on \S+ takes 1\.\d+ times the median for {name}", output, re.MULTILINE)
+        assert re.search(
+            rf"^warning: rank 1 on \S+ takes 1\.\d+ times the median for {name}",
+            output,
+            re.MULTILINE,
+        )
     assert "warning: rank 0" not in output
 
 
 def by_hand(rank, port, flags=""):
     """A command that starts one of two ranks, each of which has local rank 0."""
-    return (f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
-            f"python {SCRIPT} {flags}")
+    return (
+        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 "
+        f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} "
+        f"python {SCRIPT} {flags}"
+    )
 
 
 def test_two_ranks_with_the_same_device(tmp_path):
     port = free_port()
-    output = run(f"{by_hand(0, port)} & {by_hand(1, port)}; status=$?; wait; exit $status", cwd=tmp_path, status=1)
+    output = run(
+        f"{by_hand(0, port)} & {by_hand(1, port)}; status=$?; wait; exit $status",
+        cwd=tmp_path,
+        status=1,
+    )
     assert "ranks 0 and 1 both have local rank 0 of " in verdict(output)
 
 
@@ -152,34 +204,59 @@ def test_a_launcher_whose_processes_are_alone(tmp_path):
 def test_ranks_that_differ(tmp_path):
     need_horovod("mpi")
     (tmp_path / "torchvision-0.1.dist-info").mkdir()  # shadows the real one on rank 1
-    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text(
+        "Name: torchvision\nVersion: 0.1\n"
+    )
     other = f"env PYTHONPATH={tmp_path} python {SCRIPT} -b 64"
     output = run(f"{MPIRUN} -np 1 python {SCRIPT} : -np 1 {other}", cwd=tmp_path, status=1)
-    assert "--batch-size is 128 on rank 0, 64 on rank 1: start all ranks with the same flags" in verdict(output)
+    assert (
+        "--batch-size is 128 on rank 0, 64 on rank 1: start all ranks with the same flags"
+        in verdict(output)
+    )
     assert re.search(r"torchvision is \S+ on rank 0, 0.1 on rank 1: ", verdict(output))
 
 
-@pytest.mark.parametrize(("file", "line", "replacement", "complaint"), [
-    ("common/data.py", "[self.rank::self.world_size]", "[self.rank % 1::self.world_size]",
-     "doctor: the shards of training are wrong, an epoch reads 24960 images more than once and 25040 never"),
-    ("common/data.py", "torch.arange(share.start, share.stop, share.step)", "torch.arange(share.start, share.stop)",
-     "doctor: the shards of validation are wrong, 9999 images are not read exactly once"),
-    ("benchmarks/allreduce.py", "dist.all_reduce,", "lambda tensor: dist.all_reduce(tensor, dist.ReduceOp.MAX),",
-     "the all-reduce of 4 bytes over gloo gives a wrong sum"),
-], ids=["training", "validation", "sum"])
+@pytest.mark.parametrize(
+    ("file", "line", "replacement", "complaint"),
+    [
+        (
+            "common/data.py",
+            "[self.rank :: self.world_size]",
+            "[0 :: self.world_size]",
+            "doctor: the shards of training are wrong, "
+            "an epoch reads 24960 samples more than once and 25040 never",
+        ),
+        (
+            "cifar10/ddp_launch.py",
+            "range(rank, len(val_set), world_size)",
+            "range(rank, len(val_set))",
+            "doctor: the shards of validation are wrong, 199 samples are not read exactly once",
+        ),
+        (
+            "benchmarks/allreduce.py",
+            "dist.all_reduce(tensor)",
+            "dist.all_reduce(tensor, dist.ReduceOp.MAX)",
+            "the all-reduce of 4 bytes over gloo gives a wrong sum",
+        ),
+    ],
+    ids=["training", "validation", "sum"],
+)
 def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
-    for folder in ("common", "benchmarks", "scripts", "cifar10"):
+    for folder in ("common", "images", "benchmarks", "scripts", "cifar10"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     text = (tmp_path / file).read_text()
     assert text.count(line) == 1
     (tmp_path / file).write_text(text.replace(line, replacement))
-    assert complaint in compute("torchrun --standalone --nproc-per-node=2 scripts/doctor.py", cwd=tmp_path, status=1)
+    command = "torchrun --standalone --nproc-per-node=2 scripts/doctor.py"
+    if "ddp_launch" in file:
+        command += " --synthetic 1000"
+    assert complaint in compute(command, cwd=tmp_path, status=1)
 
 
 def test_a_rank_that_never_comes(tmp_path):
     output = run(by_hand(0, free_port(), "--timeout 2"), cwd=tmp_path, status=1)
     assert output.startswith("Timeout (0:00:02)!")
-    assert re.search(r'allreduce.py", line \d+ in join_torch', output)
+    assert re.search(r'allreduce.py", line \d+ in __init__', output)
 
 
 def test_ctrl_c(tmp_path):
@@ -194,10 +271,14 @@ def test_ctrl_c(tmp_path):
 
 
 def test_on_a_cluster(cluster, tmp_path):
-    for name in ("benchmarks", "scripts"):
+    for name in ("benchmarks", "scripts", "mnist", "common", "images"):
         (tmp_path / name).symlink_to(ROOT / name)
-    job = SlurmJob(cluster, tmp_path, "--nodes=2 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh "
-                                      "scripts/doctor.py --dataset mnist")
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        "--nodes=2 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh "
+        "scripts/doctor.py --dataset mnist",
+    )
     log = job.finish()
     assert re.match(f"{WELL}: world size 4 on 2 hosts, device cpu", verdict(log))
     assert "| 3 | node2 | 1 | cpu | " in log
