@@ -25,8 +25,9 @@ def join(context: mp.ProcessContext) -> None:
 
     # Else it logs each process that it ends.
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)
-    # Ctrl-C raises KeyboardInterrupt here, so that it can be passed on.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ctrl-C raises KeyboardInterrupt here, so that it can be passed on; unless it is ignored.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, pass_on)
     signal.signal(signal.SIGTERM, pass_on)
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
