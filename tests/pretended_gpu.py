@@ -1,12 +1,13 @@
 """A pretended GPU: tensors that say cuda:0 and are computed on the CPU.
 
     python tests/pretended_gpu.py mnist/single.py --synthetic
-    PRETENDED_GPUS=2 torchrun --nproc-per-node=2 tests/pretended_gpu.py mnist/ddp_launch.py --synthetic
+    torchrun --nproc-per-node=2 tests/pretended_gpu.py mnist/ddp_launch.py --synthetic
 
-An operation on tensors of a GPU and of the CPU fails, as with CUDA. For each training step it counts launches (the
-operations that start a kernel on a GPU) and waits (the lines at which Python waits for the GPU). It cannot show a race,
-and its operations are those of the CPU: for some of them CUDA starts several kernels, and for a view of other strides a
-copy. NCCL is Gloo, and what Horovod does with a tensor is not counted.
+The second command needs PRETENDED_GPUS=2 in its environment. An operation on tensors of a GPU and
+of the CPU fails, as with CUDA. For each training step it counts launches (the operations that start
+a kernel on a GPU) and waits (the lines at which Python waits for the GPU). It cannot show a race,
+and its operations are those of the CPU: for some of them CUDA starts several kernels, and for a
+view of other strides a copy. NCCL is Gloo, and what Horovod does with a tensor is not counted.
 """
 
 import collections
@@ -31,26 +32,40 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 current = 0  # the index of the GPU that this process uses, as torch.cuda.set_device sets it
 # They start no kernel: they make a view or reserve memory, or Python asks for a value
-NO_LAUNCH = {
-    "alias", "as_strided", "detach", "detach_", "empty", "empty_like", "empty_strided", "expand",
-    "is_same_size", "lift_fresh", "_local_scalar_dense", "narrow", "new_empty", "new_empty_strided", "permute",
-    "_reshape_alias", "resize_", "select", "slice", "split", "set_", "split_with_sizes", "squeeze", "squeeze_",
-    "t", "transpose", "unbind", "unfold", "unsqueeze", "unsqueeze_", "_unsafe_view", "view"}
-WAITS = {"_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_dim", "_unique2"}  # the CPU needs a result
-MIXES = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_"}  # with tensors of the CPU, as in CUDA
+NO_LAUNCH = """
+    alias as_strided detach detach_ empty empty_like empty_strided expand is_same_size lift_fresh
+    _local_scalar_dense narrow new_empty new_empty_strided permute _reshape_alias resize_ select
+    slice split set_ split_with_sizes squeeze squeeze_ t transpose unbind unfold unsqueeze
+    unsqueeze_ _unsafe_view view
+"""
+NO_LAUNCH = set(NO_LAUNCH.split())
+# The CPU needs a result
+WAITS = {"_local_scalar_dense", "equal", "masked_select", "nonzero", "unique_dim", "_unique2"}
+# With tensors of the CPU, as in CUDA
+MIXES = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_"}
 launches, waits = collections.Counter(), collections.Counter()
-reduced = set()  # the addresses of DDP's buckets, which its C++ gets back from Gloo as tensors of the CPU
+# The addresses of DDP's buckets, which its C++ gets back from Gloo as tensors of the CPU
+reduced = set()
 
 
 class GpuTensor(torch.Tensor):
-    """The tensor `cpu`, as if it were on the GPU `device`. Autograd and DDP's C++ take it for a meta tensor."""
+    """The tensor `cpu`, as if it were on the GPU `device`.
+
+    Autograd and DDP's C++ take it for a meta tensor.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, cpu, device):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, cpu.size(), strides=cpu.stride(), storage_offset=cpu.storage_offset(), dtype=cpu.dtype, device="meta")
+            cls,
+            cpu.size(),
+            strides=cpu.stride(),
+            storage_offset=cpu.storage_offset(),
+            dtype=cpu.dtype,
+            device="meta",
+        )
         made.on_cpu, made.gpu = cpu, device
         return made
 
@@ -74,6 +89,14 @@ class GpuTensor(torch.Tensor):
     def new_tensor(self, values, **options):
         return torch.tensor(values, **{"dtype": self.dtype, "device": self.gpu, **options})
 
+    def __getitem__(self, index):
+        # C++ would send it to the meta device, where it has no values
+        if isinstance(index, list):
+            index = torch.tensor(index)
+        if isinstance(index, torch.Tensor) and not isinstance(index, GpuTensor):
+            index = index.to(self.gpu)
+        return super().__getitem__(index)
+
     def get_device(self):
         return self.gpu.index
 
@@ -92,18 +115,23 @@ class GpuTensor(torch.Tensor):
 
 
 class Factories(TorchDispatchMode):
-    """Catches operations without a GpuTensor among their arguments, such as torch.zeros(4, device="cuda")."""
+    """Catches operations that have no GpuTensor, such as torch.zeros(4, device="cuda")."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return operate(func, args, kwargs or {})
 
 
 class Autocast(TorchFunctionMode):
-    """torch.autocast("cuda") for the models of the recipes. In C++ a GpuTensor is no CUDA tensor, so torch skips it."""
+    """torch.autocast("cuda") for the models of the recipes.
+
+    In C++ a GpuTensor is no CUDA tensor, so torch skips it.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.conv2d, F.linear) and torch.is_autocast_enabled("cuda"):
-            args = tree_map_only(GpuTensor, lambda tensor: tensor.to(torch.get_autocast_dtype("cuda")), args)
+            args = tree_map_only(
+                GpuTensor, lambda tensor: tensor.to(torch.get_autocast_dtype("cuda")), args
+            )
         elif func is F.cross_entropy and torch.is_autocast_enabled("cuda"):
             args = (args[0].float(), *args[1:])
         return func(*args, **kwargs or {})
@@ -112,7 +140,10 @@ class Autocast(TorchFunctionMode):
 def line():
     """The last line of this repository that led to the present operation."""
     for frame in reversed(traceback.extract_stack()):
-        if re.search(r"/(common|mnist|cifar10|imagenet)/[^/]*$", frame.filename) and "-packages" not in frame.filename:
+        if (
+            re.search(r"/(common|images|mnist|cifar10|imagenet)/[^/]*$", frame.filename)
+            and "-packages" not in frame.filename
+        ):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
     return "outside of this repository"
 
@@ -129,16 +160,31 @@ def operate(func, args, kwargs):
     elif not devices:
         return func(*args, **kwargs)
     name, on_gpu = func.overloadpacket.__name__, asked or next(iter(devices))
-    if func._can_decompose():  # in inference mode, operations arrive here before autograd has split them
+    if (
+        func._can_decompose()
+    ):  # in inference mode, operations arrive here before autograd has split them
         with Factories():
             return func.decompose(*args, **kwargs)
-    of_cpu = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, GpuTensor)
-              and leaf.dim() and leaf.untyped_storage().data_ptr() not in reduced]
-    if (devices and (len(devices) > 1 or of_cpu) and name not in MIXES and func.namespace != "c10d") or (
-            name == "index" and not isinstance(args[0], GpuTensor)):
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices ({func})")
-    copies = (name == "copy_" and of_cpu) or (name == "_to_copy" and asked and (not devices or asked.type == "cpu"))
-    blocking = copies and not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+    of_cpu = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, GpuTensor)
+        and leaf.dim()
+        and leaf.untyped_storage().data_ptr() not in reduced
+    ]
+    if (
+        devices and (len(devices) > 1 or of_cpu) and name not in MIXES and func.namespace != "c10d"
+    ) or (name == "index" and not isinstance(args[0], GpuTensor)):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found two devices ({func})"
+        )
+    copies = (name == "copy_" and of_cpu) or (
+        name == "_to_copy" and asked and (not devices or asked.type == "cpu")
+    )
+    blocking = copies and not kwargs.get(
+        "non_blocking", name == "copy_" and len(args) > 2 and args[2]
+    )
     if name in WAITS or blocking or (name.startswith("index") and of_cpu):
         waits[f"{line()} ({name})"] += 1
     if asked:
@@ -148,8 +194,11 @@ def operate(func, args, kwargs):
     launches[name] += name not in NO_LAUNCH and func.namespace != "c10d" and not onto_itself
     result = ON_CPU.get(name, func)(*real_args, **real_kwargs)
     if func.namespace == "c10d":
-        reduced.update(tensor.untyped_storage().data_ptr() for tensor in tree_leaves(real_args)
-                       if isinstance(tensor, torch.Tensor))
+        reduced.update(
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves(real_args)
+            if isinstance(tensor, torch.Tensor)
+        )
         launches[f"c10d.{name}"] += 1
         return (args[0], *result[1:]) if isinstance(result, tuple) else result
     if asked and asked.type == "cpu":
@@ -158,7 +207,8 @@ def operate(func, args, kwargs):
     return return_and_correct_aliasing(func, args, kwargs, result)
 
 
-# The operations of SyncBatchNorm, which torch has for CUDA only. x is [batch, channels, ...], a statistic [channels].
+# The operations of SyncBatchNorm, which torch has for CUDA only. x is [batch, channels, ...], a
+# statistic [channels].
 def per_channel(x):
     return x.transpose(0, 1).flatten(1).float()
 
@@ -174,7 +224,7 @@ def batch_norm_stats(x, eps):
 def gather_stats(x, means, invstds, running_mean, running_var, momentum, eps, counts):
     share = counts.view(-1, 1) / counts.sum()
     mean = (means * share).sum(0)
-    var = ((invstds ** -2 - eps + (means - mean) ** 2) * share).sum(0)
+    var = ((invstds**-2 - eps + (means - mean) ** 2) * share).sum(0)
     if running_mean is not None:
         running_mean.lerp_(mean, momentum)
         running_var.lerp_(var * counts.sum() / (counts.sum() - 1), momentum)
@@ -186,32 +236,43 @@ def normalise(x, weight, bias, mean, invstd, eps):
 
 
 def backward_reduce(grad, x, mean, invstd, weight, *_):
-    sums = per_channel(grad).sum(1), (per_channel(grad) * (per_channel(x) - mean.view(-1, 1))).sum(1)
+    sums = (
+        per_channel(grad).sum(1),
+        (per_channel(grad) * (per_channel(x) - mean.view(-1, 1))).sum(1),
+    )
     return *sums, sums[1] * invstd, sums[0].clone()
 
 
 def backward_elements(grad, x, mean, invstd, weight, sum_grad, sum_grad_x, counts):
     centred = grad - shaped(sum_grad / counts.sum(), x)
-    centred -= (x - shaped(mean, x)) * shaped(invstd ** 2 * sum_grad_x / counts.sum(), x)
+    centred -= (x - shaped(mean, x)) * shaped(invstd**2 * sum_grad_x / counts.sum(), x)
     return (centred * shaped(invstd * weight, x)).to(grad.dtype)
 
 
 def in_float32(func):
     """A CPU without 16-bit arithmetic would be slow, and its results different."""
+
     def wrapped(*args, **kwargs):
         dtype = args[0].dtype
         if dtype not in (torch.float16, torch.bfloat16):
             return func(*args, **kwargs)
         args = tree_map_only(torch.Tensor, lambda tensor: tensor.float(), args)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype), func(*args, **kwargs))
+
     return wrapped
 
 
-ON_CPU = {"batch_norm_stats": batch_norm_stats, "batch_norm_gather_stats_with_counts": gather_stats,
-          "batch_norm_elemt": normalise, "batch_norm_backward_reduce": backward_reduce,
-          "batch_norm_backward_elemt": backward_elements,
-          **{name: in_float32(getattr(torch.ops.aten, name).default)
-             for name in ("convolution", "convolution_backward", "addmm", "mm")}}
+ON_CPU = {
+    "batch_norm_stats": batch_norm_stats,
+    "batch_norm_gather_stats_with_counts": gather_stats,
+    "batch_norm_elemt": normalise,
+    "batch_norm_backward_reduce": backward_reduce,
+    "batch_norm_backward_elemt": backward_elements,
+    **{
+        name: in_float32(getattr(torch.ops.aten, name).default)
+        for name in ("convolution", "convolution_backward", "addmm", "mm")
+    },
+}
 
 
 class Stream(contextlib.nullcontext):
@@ -229,18 +290,41 @@ def set_device(device):
     current = device if isinstance(device, int) else torch.device(device).index
 
 
+def synchronize(*_):
+    waits[f"{line()} (synchronize)"] += 1
+
+
+def int_tensor(values):
+    return torch.tensor(values, dtype=torch.int32, device=f"cuda:{current}")
+
+
 def pretend(gpus):
     """Let torch see that many GPUs."""
     generator, cuda = torch.default_generator, torch.cuda
     for module, name, value in [
-            *((module, "is_available", True) for module in (cuda, torch.accelerator)),
-            *((module, "device_count", gpus) for module in (cuda, torch.accelerator)),
-            (torch.accelerator, "current_accelerator", torch.device("cuda")),
-            (cuda, "_lazy_init", None), (cuda, "is_initialized", True), (cuda, "manual_seed_all", None),
-            (cuda, "get_device_name", "pretended GPU"), (cuda, "get_device_capability", (9, 0)),
-            (cuda, "is_current_stream_capturing", False), (cuda, "is_bf16_supported", True),
-            (cuda, "get_device_properties", SimpleNamespace(name="pretended GPU", major=9, minor=0, uuid="GPU-0",
-                                                            total_memory=80 * 2**30, multi_processor_count=132))]:
+        *((module, "is_available", True) for module in (cuda, torch.accelerator)),
+        *((module, "device_count", gpus) for module in (cuda, torch.accelerator)),
+        (torch.accelerator, "current_accelerator", torch.device("cuda")),
+        (cuda, "_lazy_init", None),
+        (cuda, "is_initialized", True),
+        (cuda, "manual_seed_all", None),
+        (cuda, "get_device_name", "pretended GPU"),
+        (cuda, "get_device_capability", (9, 0)),
+        (cuda, "is_current_stream_capturing", False),
+        (cuda, "is_bf16_supported", True),
+        (
+            cuda,
+            "get_device_properties",
+            SimpleNamespace(
+                name="pretended GPU",
+                major=9,
+                minor=0,
+                uuid="GPU-0",
+                total_memory=80 * 2**30,
+                multi_processor_count=132,
+            ),
+        ),
+    ]:
         setattr(module, name, lambda *args, value=value, **kwargs: value)
     cuda.set_device = torch.accelerator.set_device_index = set_device
     cuda.current_device = torch.accelerator.current_device_index = lambda: current
@@ -250,10 +334,11 @@ def pretend(gpus):
     cuda.set_rng_state = lambda state, *_: generator.set_state(state)
     torch.accelerator.current_stream = cuda.current_stream = cuda.Stream = cuda.Event = Stream
     cuda.stream = Stream
-    cuda.synchronize = torch.accelerator.synchronize = lambda *_: waits.update([f"{line()} (synchronize)"])
-    cuda.IntTensor = lambda values: torch.tensor(values, dtype=torch.int32, device=f"cuda:{current}")
+    cuda.synchronize = torch.accelerator.synchronize = synchronize
+    cuda.IntTensor = int_tensor
     torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device="cuda") is then a copy, as with CUDA
+    # torch.tensor(x, device="cuda") is then a copy, as with CUDA
+    torch._C._set_only_lift_cpu_tensors(True)
     optimizer._foreach_supported_types.append(GpuTensor)
     init = dist.init_process_group
     dist.init_process_group = lambda backend=None, device_id=None, **others: init("gloo", **others)
@@ -264,8 +349,11 @@ def pretend(gpus):
 
 def pretend_data_parallel():
     """Copy between GPUs as DataParallel does in C++."""
+
     def scatter(tensor, gpus, *_):
-        return tuple(part.to(f"cuda:{gpu}") for part, gpu in zip(tensor.chunk(len(gpus)), gpus, strict=False))
+        return tuple(
+            part.to(f"cuda:{gpu}") for part, gpu in zip(tensor.chunk(len(gpus)), gpus, strict=False)
+        )
 
     def broadcast(tensors, gpus, *_):
         return [[tensor.to(f"cuda:{gpu}", copy=True) for tensor in tensors] for gpu in gpus]
@@ -274,7 +362,10 @@ def pretend_data_parallel():
         return torch.cat([tensor.to(f"cuda:{gpu}") for tensor in tensors], dim)
 
     def reduce_add(tensors, gpu, *_):
-        return [sum(tensor.to(f"cuda:{gpu}") for tensor in copies) for copies in zip(*tensors, strict=True)]
+        return [
+            sum(tensor.to(f"cuda:{gpu}") for tensor in copies)
+            for copies in zip(*tensors, strict=True)
+        ]
 
     comm.scatter, comm.gather = scatter, gather
     comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast, reduce_add
@@ -291,16 +382,20 @@ def pretend_horovod():
             function = getattr(mpi_lib, name.replace("_torch_cuda_", "_torch_"))
             if not callable(function):
                 return function
-            return lambda *args: function(*tree_map_only(GpuTensor, lambda tensor: tensor.on_cpu, args))
+            return lambda *args: function(
+                *tree_map_only(GpuTensor, lambda tensor: tensor.on_cpu, args)
+            )
 
     mpi_lib, mpi_ops.mpi_lib = mpi_ops.mpi_lib, Library()
     hvd.nccl_built = lambda: os.environ.get("PRETENDED_NCCL", "1") == "1"
 
 
 def run(script):
-    """Run a recipe on pretended GPUs; return the (number of launches, [line that waits, ...]) of each training step.
+    """Run a recipe on pretended GPUs.
 
-    PRETENDED_GPUS: how many there are. PRETENDED_STEPS: a file to which rank 0 writes what it counts, step by step.
+    Return the (number of launches, [line that waits, ...]) of each training step.
+    PRETENDED_GPUS: how many there are.
+    PRETENDED_STEPS: a file to which rank 0 writes what it counts, step by step.
     KILLED_AFTER: the number of steps after which each rank kills itself.
     """
     steps = []
@@ -309,7 +404,11 @@ def run(script):
         if not sum(launches.values()):
             return  # Horovod's optimizer calls this twice
         steps.append((sum(launches.values()), list(waits.elements())))
-        rank = os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+        rank = (
+            os.environ.get("RANK")
+            or os.environ.get("HOROVOD_RANK")
+            or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+        )
         if rank == "0" and "PRETENDED_STEPS" in os.environ:
             with open(os.environ["PRETENDED_STEPS"], "a") as file:
                 print(json.dumps(steps[-1]), file=file)
@@ -330,5 +429,8 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     counted = run(sys.argv[0])
     print("launches in each training step:", *(number for number, _ in counted))
-    print(f"waits in {len(counted) - 1} steps after the first:",
-          *collections.Counter(line for _, lines in counted[1:] for line in lines).most_common(), sep="\n    ")
+    print(
+        f"waits in {len(counted) - 1} steps after the first:",
+        *collections.Counter(line for _, lines in counted[1:] for line in lines).most_common(),
+        sep="\n    ",
+    )
