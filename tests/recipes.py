@@ -10,11 +10,9 @@ DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
 # A recipe has its name in every folder; the other modules of a folder are what its recipes import.
 NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
 RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
-SHARED = (
-    "common",
-    "images",
-)  # what a copied recipe takes along, beside the modules of its own folder
-# of fit() in each recipe: the line after a step
+# What a copied recipe takes along, beside the modules of its own folder.
+SHARED = ("common", "images")
+# The line of fit() after a step, in each recipe.
 STEP = "            # Data order, rates and random state are functions of the seed and this position.\n"
 
 
@@ -52,23 +50,27 @@ def beside(recipe):
 
 
 def carried(recipe):
-    """The files of this repository that a copied recipe needs: what it imports at the start, directly or not.
+    """The files of this repository that a copied recipe needs: its imports, directly or not.
 
     test_copy_out.py runs recipes with these and no others.
     """
-    packages = [path for folder in SHARED for path in (ROOT / folder).glob("*.py")]
-    there = {path.stem: path for path in [*packages, *beside(recipe)] if path.stem != "__init__"}
-    found, new = set(), {recipe, *(ROOT / folder / "__init__.py" for folder in SHARED)}
+    found = set()
+    new = {recipe}
     while new:
         found |= new
-        parts = {
-            part
-            for path in new
-            for name in imports(path, ast.iter_child_nodes)
-            for part in name.split(".")[:2]
-        }
-        new = {path for name, path in there.items() if name in parts} - found
+        names = {name for path in new for name in imports(path, ast.iter_child_nodes)}
+        new = {path for name in names for path in files_of(name, recipe)} - found
     return found
+
+
+def files_of(name, recipe):
+    """The files of a dotted name that a recipe, or what it needs, imports."""
+    first, *rest = name.split(".")
+    if first in SHARED:
+        paths = [ROOT / first / "__init__.py", ROOT / first / f"{rest[0]}.py"]
+    else:
+        paths = [recipe.parent / f"{first}.py"]
+    return [path for path in paths if path.exists() and path not in RECIPES]
 
 
 def changed_copy(to, recipe, line, replacement):

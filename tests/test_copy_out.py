@@ -1,18 +1,36 @@
-"""A recipe that is copied into another project, with common/ beside it, runs there."""
+"""A recipe that is copied into another project, with what it imports, runs there."""
 
 import shutil
 
 import pytest
 from forked import compute
 from launch import Job, need_horovod
-from recipes import RECIPES, carried, name_of, small
+from recipes import RECIPES, ROOT, SHARED, carried, name_of, small
 
+TORCHRUN = "torchrun --standalone --nproc-per-node=2 {}"
 STARTS = {
-    "single.py": "python {}", "dp.py": "python {}", "ddp_spawn.py": "python {} -g 2", "hvd.py":
-    "horovodrun --gloo -np 2 python {}", "ddp_launch.py": "torchrun --standalone --nproc-per-node=2 {}",
-    "fsdp.py": "torchrun --standalone --nproc-per-node=2 {}",
-    "ddp_amp.py": "torchrun --standalone --nproc-per-node=2 {}", "apex_amp.py": "python {}",
+    "single.py": "python {}",
+    "dp.py": "python {}",
+    "ddp_spawn.py": "python {} -g 2",
+    "hvd.py": "horovodrun --gloo -np 2 python {}",
+    "ddp_launch.py": TORCHRUN,
+    "fsdp.py": TORCHRUN,
+    "ddp_amp.py": TORCHRUN,
+    "apex_amp.py": "python {}",
 }
+
+
+def copy_to(project, recipe, copy):
+    """Copy a recipe to the path `copy`, and what it needs beside it or into `project`."""
+    for path in carried(recipe):
+        if path == recipe:
+            to = copy
+        elif path.parent.name in SHARED:
+            to = project / path.parent.name / path.name
+        else:
+            to = copy.parent / path.name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, to)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
@@ -20,17 +38,27 @@ def test_copy_out(recipe, tmp_path):
     """MNIST's flat, as train.py beside common/; the others nested, in a folder beside common/."""
     if recipe.name == "hvd.py":
         need_horovod("gloo")
-    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    copy = project / "train.py" if recipe.parent.name == "mnist" else project / "training" / recipe.name
-    for folder in (elsewhere, copy.parent, project / "common"):
-        folder.mkdir(parents=True, exist_ok=True)
-    for path in carried(recipe):
-        shutil.copy(path, {recipe: copy}.get(path, project / "common" / path.name if path.parent.name == "common"
-                                             else copy.parent / path.name))
-    command = f"{STARTS[recipe.name].format(copy)} {small(recipe.parent.name)} --synthetic 512 --dry-run"
-    if recipe.name == "apex_amp.py":  # fails without Apex, or else without a launcher
+    project = tmp_path / "project"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    flat = recipe.parent.name == "mnist"
+    copy = project / "train.py" if flat else project / "training" / recipe.name
+    copy_to(project, recipe, copy)
+    flags = f"{small(recipe.parent.name)} --synthetic 512 --dry-run"
+    command = f"{STARTS[recipe.name].format(copy)} {flags}"
+    if recipe.name == "apex_amp.py":
+        # It fails without Apex, or else without a launcher.
         job = Job(command, cwd=elsewhere)
         assert job.finish() != 0
         assert "from apex import amp" in job.output() or "torchrun" in job.output()
     else:
-        assert compute(f"{command} --model lenet", cwd=elsewhere).count("epoch 1/1: ") == 1
+        assert compute(f"{command} --model lenet", cwd=elsewhere).count("epoch 1/") == 1
+
+
+@pytest.mark.parametrize("name", ["language_model", "regression"])
+def test_an_example_needs_only_common(name, tmp_path):
+    recipe = ROOT / "examples" / f"{name}.py"
+    assert {path.parent.name for path in carried(recipe)} == {"examples", "common"}
+    copy_to(tmp_path, recipe, tmp_path / "train.py")
+    output = compute(f"{TORCHRUN.format('train.py')} --device cpu --dry-run", cwd=tmp_path)
+    assert output.startswith(f"{name}: DDP, torchrun | world size 2")

@@ -61,7 +61,7 @@ ELSEWHERE = {
     "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu": "an example with its figures",
     "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "
     "--device cpu": "an example with its figures",
-    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train/train.py": "it has to be there",
+    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": "it has to be there",
     # tests/test_your_own.py has these
     "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
     "git merge-file examples/regression_hvd.py mnist/ddp_launch.py examples/regression.py": "it does this",

@@ -1,14 +1,13 @@
 """The launch files of slurm/ as they stand, on a cluster of two nodes."""
 
 import contextlib
-import json
 import re
 import subprocess
 
 import psutil
 import pytest
 from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need_cluster
-from launch import checkpoint, largest_difference, need_horovod, run
+from launch import checkpoint, largest_difference, need_horovod, place, run
 from recipes import ROOT
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
@@ -20,9 +19,9 @@ TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
 LAUNCHES = {
     "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
     "ddp on one node": "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
-                       f"{TRAINING} --batch-size 16 --lr 0.02",
+    f"{TRAINING} --batch-size 16 --lr 0.02",
     "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py "
-                f"{SIZE}",
+    f"{SIZE}",
     "fsdp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/fsdp.py {SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
     "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
@@ -35,12 +34,20 @@ LAUNCHES = {
 def one_process(tmp_path_factory):
     """The weights of mnist/single.py with the global batch of LAUNCHES."""
     folder = tmp_path_factory.mktemp("one")
-    run(f"python {ROOT}/mnist/single.py {TRAINING} --batch-size 32 --lr 0.04 --log-dir log", cwd=folder)
+    run(
+        f"python {ROOT}/mnist/single.py {TRAINING} --batch-size 32 --lr 0.04 --log-dir log",
+        cwd=folder,
+    )
     return checkpoint(folder / "log")["model"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MPI_INIT_CAN_CRASH if name == "hvd srun" else ())
-                                  for name in LAUNCHES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=MPI_INIT_CAN_CRASH if name == "hvd srun" else ())
+        for name in LAUNCHES
+    ],
+)
 def test_launch(name, cluster, one_process, tmp_path):
     if "hvd" in name:
         need_horovod("mpi")
@@ -49,24 +56,36 @@ def test_launch(name, cluster, one_process, tmp_path):
     world_size = {"single": 1, "ddp on one node": 2}.get(name, 4)
     assert len(re.findall(rf"^mnist: .* world size {world_size} \|", log, re.MULTILINE)) == 1
     assert log.count("epoch 2/2: ") == 1
-    assert json.loads((job.runs() / "results.json").read_text())["world_size"] == world_size
-    assert checkpoint(job.runs())["epoch"] == 2
+    assert f"world size {world_size}" in checkpoint(job.runs())["config"]["saved_by"]
+    assert place(checkpoint(job.runs())) == (2, 0)
     assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
 
 
 def test_array_and_its_table(cluster, tmp_path):
     flags = "--cpus-per-task=1 --array=0-1 slurm/array.sh mnist/single.py --synthetic 320 --epochs 2 --model lenet"
-    for environment, name, values in (({}, "seed", "01"), ({"RATES": "0.01 0.03"}, "lr", ("0.01", "0.03"))):
+    for environment, name, values in (
+        ({}, "seed", "01"),
+        ({"RATES": "0.01 0.03"}, "lr", ("0.01", "0.03")),
+    ):
         job = SlurmJob(cluster, tmp_path, flags, **environment)
         job.finish()
-        table = run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).splitlines()
+        table = run(
+            f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path
+        ).splitlines()
         assert table[0] == f"| run | {name} | epochs | best val accuracy | last val loss |"
-        assert [row.split(" | ")[:3] for row in table[2:]] == \
-            [[f"| runs/array-{job.id}/{task}", value, "2/2"] for task, value in enumerate(values)]
-    results = tmp_path / "runs" / f"array-{job.id}" / "1" / "results.json"
-    results.write_text(json.dumps(json.loads(results.read_text()) | {"epochs": []}))  # as when its loss is not finite
-    assert run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).endswith("| 0/2 | - | - |\n")
-    assert len(run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2).splitlines()) == 1
+        assert [row.split(" | ")[:3] for row in table[2:]] == [
+            [f"| runs/array-{job.id}/{task}", value, "2/2"] for task, value in enumerate(values)
+        ]
+    # As when its loss is not finite.
+    results = tmp_path / "runs" / f"array-{job.id}" / "1" / "results.jsonl"
+    lines = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(line for line in lines if '"evaluation"' not in line))
+    assert run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).endswith(
+        "| 0/2 | - | - |\n"
+    )
+    assert (
+        len(run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2).splitlines()) == 1
+    )
 
 
 def test_a_cluster_without_gpus(tmp_path):
@@ -74,8 +93,11 @@ def test_a_cluster_without_gpus(tmp_path):
     need_cluster()
     with Cluster(GPUS="0") as cluster:
         cluster.run("sbatch slurm/ddp_2nodes.sh", status=1)
-        job = SlurmJob(cluster, tmp_path, "--gpus-per-node=0 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
-                                          f"{SIZE}")
+        job = SlurmJob(
+            cluster,
+            tmp_path,
+            f"--gpus-per-node=0 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
+        )
         assert "world size 4 |" in job.finish()
 
 
@@ -88,14 +110,28 @@ def test_what_the_files_name_is_there():
     assert len(JOBS) == 7
     for file in FILES:
         text = file.read_text()
-        assert not re.search(r"^#\s+SBATCH|^##SBATCH", text, re.MULTILINE), f"{file}: a line that SLURM ignores"
-        named = set(re.findall(r"\b(?:slurm|scripts|mnist|cifar10|imagenet)/\w+\.(?:py|sh)\b", text))
+        assert not re.search(r"^#\s+SBATCH|^##SBATCH", text, re.MULTILINE), (
+            f"{file}: a line that SLURM ignores"
+        )
+        named = set(
+            re.findall(r"\b(?:slurm|scripts|mnist|cifar10|imagenet)/\w+\.(?:py|sh)\b", text)
+        )
         assert named, file
         assert not [name for name in named if not (ROOT / name).exists()]
         if file in JOBS:
             options = set(re.findall(r"^#SBATCH --([\w-]+)", text, re.MULTILINE))
-            assert {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "output",
-                    "open-mode", "requeue", "signal"} <= options
+            assert {
+                "job-name",
+                "nodes",
+                "ntasks-per-node",
+                "gpus-per-node",
+                "cpus-per-task",
+                "time",
+                "output",
+                "open-mode",
+                "requeue",
+                "signal",
+            } <= options
 
 
 HOSTS = {
@@ -111,7 +147,9 @@ def test_hosts_reached_by_ssh(name, cluster, tmp_path):
     need_horovod("mpi")
     link_repository(tmp_path)
     (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
-    output = cluster.run(f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path)
+    output = cluster.run(
+        f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path
+    )
     assert len(re.findall(r"cifar10: .* world size 2 \|", output)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
@@ -120,12 +158,16 @@ def test_hosts_reached_by_ssh(name, cluster, tmp_path):
 def test_two_machines_without_slurm(name, cluster, tmp_path):
     """The README's lines for two machines, one started on each, here with one process."""
     link_repository(tmp_path)
-    lines = {"torchrun": "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
-                         "cifar10/ddp_launch.py",
-             "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr {}"}
+    lines = {
+        "torchrun": "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
+        "cifar10/ddp_launch.py",
+        "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr {}",
+    }
     line = f"{lines[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log"
     here = f"cd {tmp_path}; export PATH={cluster.environment['PATH']};"
-    output = cluster.run(" & ".join(f"ssh node{nr + 1} '{here} {line.format(nr)}'" for nr in (0, 1)) + " & wait")
+    output = cluster.run(
+        " & ".join(f"ssh node{nr + 1} '{here} {line.format(nr)}'" for nr in (0, 1)) + " & wait"
+    )
     assert len(re.findall(r"^cifar10: .* world size 2 \|", output, re.MULTILINE)) == 1
     assert (tmp_path / "log" / "last.pt").exists()
 
@@ -135,10 +177,16 @@ def test_a_cluster_leaves_nothing_behind():
     need_cluster()
 
     def here():
-        shown = [subprocess.run(command, capture_output=True, text=True, shell=True).stdout.splitlines()
-                 for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")]
-        return [line for lines in shown for line in lines  # without those of test_benchmarks.py::test_network
-                if not any(name in line for name in ("10.99.", "carried", "/run/netns "))]
+        shown = [
+            subprocess.run(command, capture_output=True, text=True, shell=True).stdout.splitlines()
+            for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")
+        ]
+        return [
+            line
+            for lines in shown
+            for line in lines  # without those of test_benchmarks.py::test_network
+            if not any(name in line for name in ("10.99.", "carried", "/run/netns "))
+        ]
 
     before = here()
     cluster = Cluster()
