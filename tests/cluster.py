@@ -17,10 +17,17 @@ MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault"
 
 
 def need_cluster():
-    need(all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd"))),
-         "apt-get install slurm-wlm munge iproute2 openssh-server, for a SLURM cluster")
-    unshare = subprocess.run(["unshare", "--fork", "--pid", "--mount", "--net", "--uts", "true"], capture_output=True)
-    need(os.geteuid() == 0 and unshare.returncode == 0, "root, and namespaces (unshare), for a SLURM cluster")
+    need(
+        all(map(shutil.which, ("slurmctld", "slurmd", "munged", "ip", "sshd"))),
+        "apt-get install slurm-wlm munge iproute2 openssh-server, for a SLURM cluster",
+    )
+    unshare = subprocess.run(
+        ["unshare", "--fork", "--pid", "--mount", "--net", "--uts", "true"], capture_output=True
+    )
+    need(
+        os.geteuid() == 0 and unshare.returncode == 0,
+        "root, and namespaces (unshare), for a SLURM cluster",
+    )
 
 
 def link_repository(folder):
@@ -35,9 +42,20 @@ class Cluster:
 
     def __init__(self, **environment):
         self.mark = uuid.uuid4().hex
-        self.environment = {**os.environ, **ENVIRONMENT, **environment, MARK: self.mark, "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen([ROOT / "tests" / "cluster.sh", "sh", "-c", "echo ready; exec cat"], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment)
+        self.environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            **environment,
+            MARK: self.mark,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self.process = subprocess.Popen(
+            [ROOT / "tests" / "cluster.sh", "sh", "-c", "echo ready; exec cat"],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.environment,
+        )
         assert self.process.stdout.readline() == "ready\n", "tests/cluster.sh did not start"
         self.init = psutil.Process(self.process.pid).children()[0].pid
 
@@ -50,13 +68,31 @@ class Cluster:
 
     def command(self, command):
         """The arguments that run a shell command on the login node."""
-        return ["nsenter", f"--target={self.init}", "--mount", "--net", "--uts", "--pid", "bash", "-c", command]
+        return [
+            "nsenter",
+            f"--target={self.init}",
+            "--mount",
+            "--net",
+            "--uts",
+            "--pid",
+            "bash",
+            "-c",
+            command,
+        ]
 
     def run(self, command, cwd=ROOT, status=0, **environment):
         """The output of a command that has to end with `status`."""
-        done = subprocess.run(self.command(f"cd {cwd}; {command}"), env={**self.environment, **environment},
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150)
-        assert done.returncode == status, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        done = subprocess.run(
+            self.command(f"cd {cwd}; {command}"),
+            env={**self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert done.returncode == status, (
+            f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
         return done.stdout
 
 
@@ -95,7 +131,7 @@ class SlurmJob:
         return self.log()
 
     def runs(self):
-        """The folder of the run, which has one results.json and the two newest checkpoints."""
+        """The folder of the run, which has one results.jsonl and the two newest checkpoints."""
         found = list((self.folder / "runs").iterdir())
         assert len(found) == 1
         return found[0]
@@ -106,9 +142,12 @@ class SlurmJob:
         for process in psutil.process_iter():
             try:
                 environment = process.environ()
-                where = [environment.get(name) for name in (MARK, "SLURM_JOB_ID", "SLURMD_NODENAME")]
-                if where == [self.cluster.mark, self.id, node] \
-                        and re.search(r"python\S*( -u)? \S+/(ddp_launch|hvd)\.py", " ".join(process.cmdline())):
+                where = [
+                    environment.get(name) for name in (MARK, "SLURM_JOB_ID", "SLURMD_NODENAME")
+                ]
+                if where == [self.cluster.mark, self.id, node] and re.search(
+                    r"python\S*( -u)? \S+/(ddp_launch|hvd)\.py", " ".join(process.cmdline())
+                ):
                     found.append(process)
             except psutil.Error:
                 pass

@@ -10,43 +10,71 @@ import pytest
 import torch
 from cluster import MPI_INIT_CAN_CRASH, SlurmJob
 from forked import compute
-from launch import assert_same, checkpoint, largest_difference, need_horovod, random_seed, run
-from recipes import ROOT, STEP, changed_copy, in_float64
+from launch import (
+    assert_same,
+    checkpoint,
+    evaluations,
+    largest_difference,
+    need_horovod,
+    place,
+    random_seed,
+    run,
+)
+from recipes import ROOT, changed_copy, in_float64
 
-# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe prints its position.
-# With DEFAULT_MODEL=1 in the environment the model is ResNet-18.
-DATASET, BATCH, MODEL = ("cifar10", 2, "--lr 0.001") if os.environ.get("DEFAULT_MODEL") else ("mnist", 32, "-a lenet")
-DDP, HVD = f"{DATASET}/ddp_launch.py", f"{DATASET}/hvd.py"
-IMAGES, INTERVAL = 20 * BATCH, 5
-SIZE = f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs 20 --checkpoint-every 3 --device cpu " \
-       f"--log-interval {INTERVAL}"
-SLOW = ("        __import__('time').sleep(float(__import__('os').environ.get('STEP_SECONDS', '0.05')))\n"
-        "        line = f'at {run.epoch} {run.samples} {processes.stop_requested.is_set()}\\n'\n"
-        "        __import__('os').write(1, line.encode())\n")  # at once: two ranks' lines would mix
+# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe
+# prints its position. With DEFAULT_MODEL=1 in the environment the model is ResNet-18.
+if os.environ.get("DEFAULT_MODEL"):
+    DATASET, BATCH, MODEL = "cifar10", 2, "--lr 0.001"
+else:
+    DATASET, BATCH, MODEL = "mnist", 32, "-a lenet"
+DDP = f"{DATASET}/ddp_launch.py"
+HVD = f"{DATASET}/hvd.py"
+IMAGES = 20 * BATCH
+INTERVAL = 5
+SIZE = (
+    f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs 20 --checkpoint-every 3 "
+    f"--device cpu --log-interval {INTERVAL}"
+)
+ADVANCE = "            position.advance(train.sampler.global_batch)\n"
+# At once: two ranks' lines would mix.
+SLOW = """\
+            import os, time
+
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
+            line = f"at {position.epoch} {position.samples} {stop.requested}\\n"
+            os.write(1, line.encode())
+"""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of an undisturbed run on two processes.
+    """The folder of an undisturbed run on two processes.
 
-    Only on two processes does a resumed run end with the same bits. On more, DDP sums the gradients of the first step
-    after a start in another order, as it rebuilds its buckets after that step (unless find_unused_parameters=True).
+    Only on two processes does a resumed run end with the same bits. On more, DDP sums the gradients
+    of the first step after a start in another order, as it rebuilds its buckets after that step
+    (unless find_unused_parameters=True).
     """
     folder = tmp_path_factory.mktemp("undisturbed")
     run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/{DDP} {SIZE} --log-dir log", cwd=folder)
-    return checkpoint(folder / "log")["model"]
+    return folder / "log"
 
 
 @pytest.fixture
 def slow_job(cluster, tmp_path):
-    """A function that starts the slow copy on two nodes, one process on each, and returns it once an epoch is done."""
+    """A function that starts the slow copy, a process on each of two nodes, and waits an epoch."""
     started = []
 
     def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, **environment):
         if not started:
-            changed_copy(tmp_path, recipe, STEP, STEP + SLOW)
-        job = SlurmJob(cluster, tmp_path, f"--nodes=2 --gpus-per-node=1 --cpus-per-task=1 {sbatch} {file} {recipe} "
-                                          f"{SIZE} {flags}", **environment)
+            changed_copy(tmp_path, recipe, ADVANCE, ADVANCE + SLOW)
+        job = SlurmJob(
+            cluster,
+            tmp_path,
+            f"--nodes=2 --gpus-per-node=1 --cpus-per-task=1 {sbatch} {file} {recipe} "
+            f"{SIZE} {flags}",
+            **environment,
+        )
         started.append(job)
         job.wait_for("^epoch ")
         return job
@@ -57,9 +85,17 @@ def slow_job(cluster, tmp_path):
 
 
 def is_whole(folder, undisturbed):
-    saved = checkpoint(folder)
-    assert_same(saved["model"], undisturbed)
-    assert [epoch["train"]["images"] for epoch in saved["history"]] == [IMAGES] * 20
+    """The same bits, and each epoch has one evaluation, with the figures of an undisturbed run."""
+    assert_same(checkpoint(folder)["model"], checkpoint(undisturbed)["model"])
+    figures = [
+        [
+            [line[name] for name in ("epoch", "step", "train/accuracy", "val/accuracy")]
+            for line in lines
+        ]
+        for lines in (evaluations(folder), evaluations(undisturbed))
+    ]
+    assert figures[0] == figures[1]
+    assert [line[0] for line in figures[0]] == list(range(1, 21))
 
 
 def test_worker_killed(slow_job, cluster):
@@ -100,7 +136,9 @@ def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
 
 def test_node_down(slow_job, cluster, undisturbed):
     job = slow_job()
-    cluster.run("scontrol update nodename=node2 state=down reason=test")  # it comes back when SLURM looks at it again
+    cluster.run(
+        "scontrol update nodename=node2 state=down reason=test"
+    )  # it comes back when SLURM looks at it again
     job.wait_for("^resumed from", timeout=90)
     job.finish()
     assert job.shown("Restarts") == {"1"}
@@ -109,21 +147,31 @@ def test_node_down(slow_job, cluster, undisturbed):
 
 def test_a_node_goes_and_comes_back(cluster, tmp_path):
     """Elastic: with the global batch fixed, the weights are those of one process."""
-    in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, STEP + SLOW)
-    flags = f"--synthetic 640 --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
-    job = SlurmJob(cluster, tmp_path, "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
-                                      f"{flags} --checkpoint-every 3", STEP_SECONDS="0.2")
+    in_float64(tmp_path, "mnist", "ddp_launch.py", ADVANCE, ADVANCE + SLOW)
+    flags = (
+        f"--synthetic 640 --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
+    )
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
+        f"{flags} --checkpoint-every 3",
+        STEP_SECONDS="0.2",
+    )
     job.wait_for(r"world size 4 (.*\n)*?at 1 ")
     assert job.shown("NodeList") == {"node1", "node2"}
-    cluster.run(f"scontrol update nodename=node2 state=drain reason=test; scontrol requeue {job.id}_1")
+    cluster.run(
+        f"scontrol update nodename=node2 state=drain reason=test; scontrol requeue {job.id}_1"
+    )
     job.wait_for(r"^mnist: .* world size 2 ", timeout=90)
     cluster.run("scontrol update nodename=node2 state=resume")
     job.wait_for(r"^mnist: .* world size 4 ", timeout=90, count=2)
     log = job.finish(timeout=150)
     assert re.findall(r"^mnist: .* world size (\d)", log, re.MULTILINE) == ["4", "2", "4"], log
     compute(f"python mnist/single.py {flags} --log-dir one", cwd=tmp_path)
-    saved = checkpoint(tmp_path / "runs" / f"ddp-elastic-{job.id}")
-    assert [epoch["train"]["images"] for epoch in saved["history"]] == [640] * 20
+    folder = tmp_path / "runs" / f"ddp-elastic-{job.id}"
+    saved = checkpoint(folder)
+    assert [line["epoch"] for line in evaluations(folder)] == list(range(1, 21))
     assert largest_difference(saved["model"], checkpoint(tmp_path / "one")["model"]) < 1e-5
 
 
@@ -131,10 +179,14 @@ def stopped_at(log):
     """The epoch and the sample at which the last warned run in a log stopped; it must be soon after the warning."""
     before, after = log.rsplit("stopped after a signal at epoch ", 1)
     epoch, sample = map(int, re.match(r"(\d+), sample (\d+)", after).groups())
-    steps = re.findall(r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE)
+    steps = re.findall(
+        r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE
+    )
     stopped = (epoch - 1) * IMAGES + sample
-    known = min((int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True"),
-                default=stopped)  # no rank went on
+    known = min(
+        (int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True"),
+        default=stopped,
+    )  # no rank went on
     assert stopped <= known + INTERVAL * 2 * BATCH
     return epoch, sample
 
@@ -160,8 +212,10 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
     """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun); others go on."""
     if launcher == "mpirun":
         need_horovod("mpi")
-    how = {"srun": {"file": "slurm/ddp_srun_2nodes.sh"},
-           "mpirun": {"file": "slurm/hvd_2nodes.sh", "recipe": HVD}}[launcher]
+    how = {
+        "srun": {"file": "slurm/ddp_srun_2nodes.sh"},
+        "mpirun": {"file": "slurm/hvd_2nodes.sh", "recipe": HVD},
+    }[launcher]
     how |= {"flags": "--log-dir told", "sbatch": "--ntasks-per-node=1"}
     draw = random.Random(random_seed())
     for _ in range(MOMENTS):
@@ -175,12 +229,15 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
             cluster.run(f"scancel {job.id}")
         epoch, sample = stopped_at(job.log())
         saved = checkpoint(tmp_path / "told")
-        assert (saved["epoch"] + 1, saved["samples"]) == (epoch, sample)
+        assert place(saved) == (epoch - 1, sample)
     slow_job(**how, STEP_SECONDS="0").finish()
     is_whole(tmp_path / "told", undisturbed)
 
 
-PREEMPTIONS, EVERY = int(os.environ.get("PREEMPTIONS", 2)), int(os.environ.get("EVERY", 12))  # the second in seconds
+PREEMPTIONS, EVERY = (
+    int(os.environ.get("PREEMPTIONS", 2)),
+    int(os.environ.get("EVERY", 12)),
+)  # the second in seconds
 
 
 @pytest.mark.timeout(200 + 60 * PREEMPTIONS)
@@ -190,27 +247,48 @@ def test_preempted(slow_job, cluster, undisturbed):
     job = slow_job(sbatch="--time=30", STEP_SECONDS=str(step), MAX_REQUEUES="0")
     for number in range(1, PREEMPTIONS + 1):
         time.sleep(EVERY)
-        cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
+        cluster.run(
+            "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null"
+        )
         job.wait_for("^resumed from", count=number)
     log = job.finish(timeout=200)
-    print(f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: {time.monotonic() - began:.0f} s")
-    assert log.count("ddp: preempted, and queued again") == log.count("stopped after a signal") == PREEMPTIONS
+    print(
+        f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: {time.monotonic() - began:.0f} s"
+    )
+    assert (
+        log.count("ddp: preempted, and queued again")
+        == log.count("stopped after a signal")
+        == PREEMPTIONS
+    )
     is_whole(job.runs(), undisturbed)
 
 
 def test_fsdp_preempted(cluster, tmp_path):
     """Two nodes write their shards to one folder; the job goes on from them, and ends as an undisturbed one."""
-    changed_copy(tmp_path, "imagenet/fsdp.py", STEP, STEP + SLOW)
+    changed_copy(tmp_path, "imagenet/fsdp.py", ADVANCE, ADVANCE + SLOW)
     flags = "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device cpu --log-interval 1"
-    job = SlurmJob(cluster, tmp_path, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
-                                      f"imagenet/fsdp.py {flags} --sharded-checkpoint", STEP_SECONDS="0.2")
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
+        f"imagenet/fsdp.py {flags} --sharded-checkpoint",
+        STEP_SECONDS="0.2",
+    )
     job.wait_for("^at 1 ")
-    cluster.run("sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null")
+    cluster.run(
+        "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null"
+    )
     assert job.finish(timeout=150).count("resumed from") == 1
-    compute(f"torchrun --standalone --nproc-per-node=2 imagenet/fsdp.py {flags} --log-dir log", tmp_path,
-            STEP_SECONDS="0")
+    compute(
+        f"torchrun --standalone --nproc-per-node=2 imagenet/fsdp.py {flags} --log-dir log",
+        tmp_path,
+        STEP_SECONDS="0",
+    )
     compute(f"python {ROOT}/scripts/unshard.py {job.runs()}/last.pt whole.pt", tmp_path)
-    saved, undisturbed = torch.load(tmp_path / "whole.pt", weights_only=True), checkpoint(tmp_path / "log")
+    saved, undisturbed = (
+        torch.load(tmp_path / "whole.pt", weights_only=True),
+        checkpoint(tmp_path / "log"),
+    )
     assert_same(saved["model"], undisturbed["model"])
     assert_same(saved["optimizer"], undisturbed["optimizer"])
 
@@ -224,21 +302,33 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     assert "ddp: not queued again after 1 times" in job.finish()
     stopped_at(job.log())
-    assert checkpoint(job.runs())["epoch"] < 20
-    other = SlurmJob(cluster, job.folder, "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
-                                          f"{DDP} {SIZE} --log-dir {job.runs()}", STEP_SECONDS="0")
+    assert place(checkpoint(job.runs()))[0] < 20
+    other = SlurmJob(
+        cluster,
+        job.folder,
+        "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
+        f"{DDP} {SIZE} --log-dir {job.runs()}",
+        STEP_SECONDS="0",
+    )
     other.finish()
     is_whole(job.runs(), undisturbed)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", pytest.param("srun", marks=MPI_INIT_CAN_CRASH)])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "mpirun", pytest.param("srun", marks=MPI_INIT_CAN_CRASH)]
+)
 def test_stopped_rank(launcher, slow_job):
     if launcher == "torchrun":
         job = slow_job("--timeout 15", "--gpus-per-node=2")
     else:
         need_horovod("mpi")
-        job = slow_job("--timeout 15", "--ntasks-per-node=2 --gpus-per-node=2", "slurm/hvd_2nodes.sh", HVD,
-                       LAUNCHER=launcher)
+        job = slow_job(
+            "--timeout 15",
+            "--ntasks-per-node=2 --gpus-per-node=2",
+            "slurm/hvd_2nodes.sh",
+            HVD,
+            LAUNCHER=launcher,
+        )
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     log = job.finish("FAILED")
