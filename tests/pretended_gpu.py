@@ -232,7 +232,8 @@ def gather_stats(x, means, invstds, running_mean, running_var, momentum, eps, co
 
 
 def normalise(x, weight, bias, mean, invstd, eps):
-    return (x - shaped(mean, x)) * shaped(invstd * weight, x) + shaped(bias, x)
+    normal = (x - shaped(mean, x)) * shaped(invstd * weight, x) + shaped(bias, x)
+    return normal.to(x.dtype)
 
 
 def backward_reduce(grad, x, mean, invstd, weight, *_):

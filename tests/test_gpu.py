@@ -143,26 +143,26 @@ def test_costs_of_a_step(name, tmp_path, request):
     assert launches <= 1.05 * LAUNCHES[name]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_apex(level, apex, on_the_cpu, tmp_path):
+@pytest.mark.parametrize(
+    ("dataset", "level"),
+    [("mnist", "O1"), ("mnist", "O2"), ("mnist", "O3"), ("cifar10", "O1"), ("imagenet", "O2")],
+)
+def test_apex(dataset, level, apex, on_the_cpu, tmp_path):
     """Killed and resumed within an epoch, on two ranks."""
-    recipe, flags = (
-        ROOT / "mnist" / "apex_amp.py",
-        f"{TRAINING} -b 16 --lr 0.02 --opt-level {level} --log-dir log",
-    )
-    pretended(
-        recipe,
-        f"{flags} --checkpoint-every 4",
-        tmp_path,
-        status=9,
-        KILLED_AFTER="10",
-        PYTHONPATH=apex,
-    )
+    recipe = ROOT / dataset / "apex_amp.py"
+    flags = f"{TRAINING} {small(dataset)} -b 16 --lr 0.02 --opt-level {level} --log-dir log"
+    killed = f"{flags} --checkpoint-every 4"
+    pretended(recipe, killed, tmp_path, status=9, KILLED_AFTER="10", PYTHONPATH=apex)
     printed, _ = pretended(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
     assert f"Apex {level}" in printed
     # the scale of O3, which is 1, would spoil another level's
     assert ("amp" in checkpoint(tmp_path / "log")) == (level != "O3")
-    assert losses(tmp_path / "log") == pytest.approx(losses(on_the_cpu("mnist")), rel=0.01)
+    first, last = losses(tmp_path / "log")
+    if dataset == "imagenet":
+        # with 1000 classes the first steps overflow, and are skipped
+        assert last < first
+    else:
+        assert [first, last] == pytest.approx(losses(on_the_cpu(dataset)), rel=0.01)
 
 
 def test_apex_without_channels_last(apex, tmp_path):
@@ -228,18 +228,25 @@ SYNC_BN = (
 )
 
 
-@pytest.mark.parametrize("recipe", ["ddp_launch.py", "ddp_spawn.py", "ddp_amp.py", "hvd.py"])
-def test_sync_bn(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "recipe", ["ddp_launch.py", "ddp_spawn.py", "ddp_amp.py", "apex_amp.py", "hvd.py"]
+)
+def test_sync_bn(recipe, tmp_path, request):
     """Two processes, with the flags together: BatchNorm over both gives the weights of one."""
-    flags = "--sync-bn --channels-last --accumulate 2 --profile -b 8 --lr 0.02"
-    printed, _ = pretended(ROOT / "imagenet" / recipe, f"{SYNC_BN} {flags}", tmp_path)
+    environment = {}
+    flags = "--sync-bn --accumulate 2 --profile -b 8 --lr 0.02"
+    if recipe == "apex_amp.py":
+        environment["PYTHONPATH"] = request.getfixturevalue("apex")
+        flags += " --opt-level O0"
+    else:
+        flags += " --channels-last"
+    command = f"{SYNC_BN} {flags}"
+    printed, _ = pretended(ROOT / "imagenet" / recipe, command, tmp_path, **environment)
     assert "trace-0.json.gz" in printed
     of_two = checkpoint(tmp_path / "log")["model"]
     shutil.rmtree(tmp_path / "log")
-    compute(
-        f"python {ROOT}/imagenet/single.py {SYNC_BN} --accumulate 2 -b 16 --lr 0.04 --device cpu",
-        tmp_path,
-    )
+    single = f"python {ROOT}/imagenet/single.py"
+    compute(f"{single} {SYNC_BN} --accumulate 2 -b 16 --lr 0.04 --device cpu", tmp_path)
     of_one = checkpoint(tmp_path / "log")["model"]
     assert largest_difference(of_two, of_one) < (0.1 if recipe == "ddp_amp.py" else 1e-3)
 
