@@ -12,7 +12,8 @@ import pytest
 from launch import ENVIRONMENT, MARK, need
 from recipes import DATASETS, ROOT
 
-# Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded cores (docs/clusters.md)
+# Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded
+# cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
 
 
@@ -31,14 +32,16 @@ def need_cluster():
 
 
 def link_repository(folder):
-    """Link what the repository has into a folder, so that jobs write there and not into the repository."""
+    """Link what the repository has into a folder, so that jobs write there and not into the
+    repository.
+    """
     for name in ("slurm", "scripts", "common", *(dataset.name for dataset in DATASETS)):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
 
 
 class Cluster:
-    """tests/cluster.sh, running until it is closed, and the commands of a user on its login node."""
+    """tests/cluster.sh, running until it is closed, and a user's commands on its login node."""
 
     def __init__(self, **environment):
         self.mark = uuid.uuid4().hex

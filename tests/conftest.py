@@ -8,7 +8,9 @@ from launch import need
 from recipes import ROOT
 
 # Beside other tests everything can be slow
-hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("slow")
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -20,7 +22,9 @@ def real_data(tmp_path_factory):
 
     def unpack(dataset):
         need(SHARED.exists(), f"{SHARED}: the real images")
-        subprocess.run([sys.executable, SHARED / "unpack.py", folder, "--only", dataset], check=True)
+        subprocess.run(
+            [sys.executable, SHARED / "unpack.py", folder, "--only", dataset], check=True
+        )
         return folder
 
     return unpack

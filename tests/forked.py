@@ -1,7 +1,8 @@
 """Run commands in processes that are forked from one in which torch is already imported.
 
-A process then starts in 0.1 s instead of 3 s. This is for tests of what a recipe computes, saves and prints. Tests of
-launchers, Ctrl-C, orphans and the end of a process start real commands (launch.py).
+A process then starts in 0.1 s instead of 3 s. This is for tests of what a recipe computes, saves
+and prints. Tests of launchers, Ctrl-C, orphans and the end of a process start real commands
+(launch.py).
 """
 
 import functools
@@ -20,27 +21,51 @@ import pretended_gpu
 import torch.distributed.run
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([  # not common/, which a test can replace by a changed copy
-    "filelock", "horovod.torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.tensorboard", "torchvision.models",
-    "tqdm"])
+CONTEXT.set_forkserver_preload(
+    [  # not common/, which a test can replace by a changed copy
+        "filelock",
+        "horovod.torch",
+        "torch._dynamo",
+        "torch.nn.parallel",
+        "torch.utils.tensorboard",
+        "torchvision.models",
+        "tqdm",
+    ]
+)
 
 
 def torchrun_ranks(size):
     """The variables that torchrun gives to each of `size` ranks on one machine."""
     port = str(launch.free_port())
-    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for rank in range(size)]
+    return [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(size)
+    ]
 
 
 def horovodrun_ranks(size):
-    """The variables that `horovodrun --gloo` gives to each of `size` ranks, and the server where they meet."""
+    """The variables that `horovodrun --gloo` gives to each of `size` ranks, and the server where
+    they meet.
+    """
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
 
     server, slots = RendezvousServer(), get_host_assignments([HostInfo("localhost", size)], size)
-    shared = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
-              "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
+    shared = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": "lo",
+    }
     server.init(slots)
     return [{**shared, **create_slot_env_vars(slot)} for slot in slots], server
 
@@ -55,11 +80,13 @@ def run_script(arguments, cwd, environment, printed):
     os.environ.update(environment)
     set_threads = functools.partial(torch.set_num_threads, int(environment["OMP_NUM_THREADS"]))
     set_threads()  # OpenMP read its variable when torch was imported
-    # A fork makes torch build its thread pool anew at the next call, and two threads that call at once abort with
-    # "Invalid thread pool!": call before there is a second thread.
+    # A fork makes torch build its thread pool anew at the next call, and two threads that call at
+    # once abort with "Invalid thread pool!": call before there is a second thread.
     os.register_at_fork(after_in_child=set_threads)
     # ddp_spawn.py's ranks are forked as well; tests that start it as a command spawn them
-    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.multiprocessing.spawn = functools.partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
     sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if "PRETENDED_GPUS" in environment:
@@ -69,7 +96,9 @@ def run_script(arguments, cwd, environment, printed):
 
 
 class ForkedJob:
-    """The ranks of a command that begins with python, torchrun or horovodrun --gloo, on this machine."""
+    """The ranks of a command that begins with python, torchrun or horovodrun --gloo, on this
+    machine.
+    """
 
     def __init__(self, command, cwd, **environment):
         self.command, self.server, self.printed = command, None, tempfile.NamedTemporaryFile("r")  # noqa: SIM115
@@ -85,9 +114,18 @@ class ForkedJob:
             ranks, self.server = horovodrun_ranks(int(words[3]))
         else:
             arguments, ranks = words[1:], [{}]
-        setting = {**launch.ENVIRONMENT, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-        self.ranks = [CONTEXT.Process(target=run_script, args=(arguments, str(cwd), setting | rank, self.printed.name))
-                      for rank in ranks]
+        setting = {
+            **launch.ENVIRONMENT,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        }
+        self.ranks = [
+            CONTEXT.Process(
+                target=run_script, args=(arguments, str(cwd), setting | rank, self.printed.name)
+            )
+            for rank in ranks
+        ]
         for process in self.ranks:
             process.start()
 

@@ -35,7 +35,10 @@ ENVIRONMENT = {  # for what a test starts: MPI may run as root; the same Python
 
 
 def need(there, what):
-    """Skip where a component is missing, and say how to get it; fail where nothing may be missing (CI)."""
+    """Skip where a component is missing, and say how to get it.
+
+    Fail where nothing may be missing (CI).
+    """
     if not there:
         pytest.fail(f"missing: {what}") if os.environ.get("REQUIRE_ALL") else pytest.skip(what)
 
@@ -56,7 +59,9 @@ PORTS = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER"
 
 
 def free_port():
-    """A port that no other test uses, and that Linux does not assign by itself, as it does from 32768 on."""
+    """A port that no other test uses, and that Linux does not assign by itself, as it does from
+    32768 on.
+    """
     for port in PORTS:
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("", port))
@@ -64,10 +69,12 @@ def free_port():
 
 
 def strategies(processes, folder):
-    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many processes.
+    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many
+    processes.
 
-    (benchmarks/runs.py has the same, but imports common/, and forked.py forks from a process that has imported this
-    file: a script that a test has copied would get the repository's common/ and not its own.)
+    (benchmarks/runs.py has the same, but imports common/, and forked.py forks from a process that
+    has imported this file: a script that a test has copied would get the repository's common/ and
+    not its own.)
     """
     return {
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
@@ -79,7 +86,9 @@ def strategies(processes, folder):
 
 
 class Job:
-    """A shell command in a process group of its own, whose descendants are known by a mark in their environment."""
+    """A shell command in a process group of its own, whose descendants are known by a mark in their
+    environment.
+    """
 
     def __init__(self, command, cwd, **environment):
         self.command, self.mark = command, uuid.uuid4().hex
@@ -128,7 +137,10 @@ class Job:
         return found
 
     def wait_for(self, text, timeout=90):
-        """Return once it has printed `text`; fail if it ends before, or takes longer than `timeout` seconds."""
+        """Return once it has printed `text`.
+
+        Fail if it ends before, or takes longer than `timeout` seconds.
+        """
         end = time.monotonic() + timeout
         while text not in self.output():
             assert self.process.poll() is None, (
@@ -158,7 +170,9 @@ class Job:
         self.signal(signal.SIGKILL, everyone=True)
 
     def finish(self, timeout=150, grace=10):
-        """Wait for the end, check that nothing is left `grace` seconds later, and return the exit status."""
+        """Wait for the end, check that nothing is left `grace` seconds later, and return the exit
+        status.
+        """
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -174,7 +188,10 @@ class Job:
 
 
 def run(command, cwd, status=0, timeout=150, **environment):
-    """Run a command to its end and return what it printed; fail if its exit status is not `status`."""
+    """Run a command to its end and return what it printed.
+
+    Fail if its exit status is not `status`.
+    """
     job = Job(command, cwd, **environment)
     ended_with = job.finish(timeout)
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
@@ -205,14 +222,17 @@ def evaluations(folder):
     return [line for line in lines if line["event"] == "evaluation"]
 
 
-# For `largest_difference` of two runs in float64 (recipes.in_float64). Sums in another order differ in their last bits,
-# and the difference grows with each step, by an amount that depends on the CPU. After the twenty steps of these tests
-# it is below 1e-15 in float64, and 3e-7 in float32.
+# For `largest_difference` of two runs in float64 (recipes.in_float64). Sums in another order
+# differ in their last bits, and the difference grows with each step, by an amount that depends on
+# the CPU. After the twenty steps of these tests it is below 1e-15 in float64, and 3e-7 in
+# float32.
 TOLERANCE = 1e-12
 
 
 def largest_difference(a, b):
-    """The largest difference between two dicts of tensors, relative to the largest value of each tensor."""
+    """The largest difference between two dicts of tensors, relative to the largest value of each
+    tensor.
+    """
     assert a.keys() == b.keys()
     assert all(torch.isfinite(tensor).all() for tensor in (*a.values(), *b.values()))
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)
@@ -250,7 +270,10 @@ def one_line(shown):
 
 
 def refused_here(command, cwd):
-    """The one line that "mnist/single.py --flags" prints before it ends with status 2; it runs in this process."""
+    """The one line that "mnist/single.py --flags" prints before it ends with status 2.
+
+    It runs in this process.
+    """
     name, *flags = command.split()
     before, shown = everything(cwd), io.StringIO()
     handlers = {

@@ -1,4 +1,4 @@
-"""The recipes as files: which there are, what each imports, and copies of them with a line changed."""
+"""The recipes as files: which there are, what each imports, and copies with a line changed."""
 
 import ast
 import re
@@ -13,11 +13,16 @@ RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
 # What a copied recipe takes along, beside the modules of its own folder.
 SHARED = ("common", "images")
 # The line of fit() after a step, in each recipe.
-STEP = "            # Data order, rates and random state are functions of the seed and this position.\n"
+STEP = (
+    "            # Data order, rates and random state are functions of the seed and this "
+    "position.\n"
+)
 
 
 def small(dataset):
-    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, if their size is a flag."""
+    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, if their
+    size is a flag.
+    """
     return "--image-size 32" if dataset == "imagenet" else ""
 
 
@@ -74,7 +79,9 @@ def files_of(name, recipe):
 
 
 def changed_copy(to, recipe, line, replacement):
-    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe` replaced."""
+    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe`
+    replaced.
+    """
     dataset, name = recipe.split("/")
     for folder in (*SHARED, dataset):
         shutil.copytree(ROOT / folder, to / folder)
@@ -86,7 +93,10 @@ def changed_copy(to, recipe, line, replacement):
 
 
 def in_float64(to, dataset, recipe=None, line=None, replacement=None):
-    """Copy the recipes of a data set, in float64, and common/ to the folder `to`; `recipe` with a line replaced."""
+    """Copy the recipes of a data set, in float64, and common/ to the folder `to`.
+
+    `recipe` with a line replaced.
+    """
     for folder in (*SHARED, dataset):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (to / dataset).glob("*.py"):

@@ -1,4 +1,6 @@
-"""The benchmarks measure what they say, refuse what cannot be compared, and the model predicts what they measured."""
+"""The benchmarks measure what they say, refuse what cannot be compared, and the model predicts what
+they measured.
+"""
 
 import gzip
 import json
@@ -33,8 +35,11 @@ def test_all_reduce_cost():
     assert model.ring(4, 1000, alpha=1, beta=0) == 6
     assert model.tree(8, 1000, alpha=1, beta=1) == 6 * 1001
     assert model.half_ring(4, 1000, alpha=1, beta=1) == 3 + 750
-    assert model.fsdp(4, [1000, 0], alpha=1, beta=1) == 3 * 753 + 2 * 3  # 1.5 times an all-reduce, and the root
-    assert sum(model.shard_groups("cifar10", "resnet18")) == model.gradient_bytes("cifar10", "resnet18")
+    # 1.5 times an all-reduce, and the root.
+    assert model.fsdp(4, [1000, 0], alpha=1, beta=1) == 3 * 753 + 2 * 3
+    assert sum(model.shard_groups("cifar10", "resnet18")) == model.gradient_bytes(
+        "cifar10", "resnet18"
+    )
     assert len(model.shard_groups("cifar10", "resnet18")) == 8 + 1
     assert model.ring(1024, 100, 1e-5, 1e-9) > model.tree(1024, 100, 1e-5, 1e-9)
     assert model.ring(1024, 10**9, 1e-5, 1e-9) < model.tree(1024, 10**9, 1e-5, 1e-9)
@@ -48,14 +53,19 @@ def test_the_fit_finds_alpha_and_beta(p):
 
 def test_a_step_hides_what_it_can():
     """Sending overlaps with backward: only the last bucket adds to the step."""
+
     def all_reduce(size):
         return size * 1e-9
 
     size = 60 * model.MIB
     assert model.buckets(size) == [n * model.MIB for n in (1, 25, 25, 9)]
     assert model.step(1.0, 0.5, size, all_reduce, overlap=False) == pytest.approx(1 + size * 1e-9)
-    assert model.step(1.0, 0.5, size, all_reduce, overlap=True) == pytest.approx(1 + 9 * model.MIB * 1e-9)
-    assert model.step(1.0, 1e-6, size, all_reduce, overlap=True) == pytest.approx(1 + size * 1e-9, rel=1e-3)
+    assert model.step(1.0, 0.5, size, all_reduce, overlap=True) == pytest.approx(
+        1 + 9 * model.MIB * 1e-9
+    )
+    assert model.step(1.0, 1e-6, size, all_reduce, overlap=True) == pytest.approx(
+        1 + size * 1e-9, rel=1e-3
+    )
 
 
 def test_the_page_of_the_model(tmp_path):
@@ -65,22 +75,47 @@ def test_the_page_of_the_model(tmp_path):
     sizes = [{"bytes": 4**k, "seconds": model.ring(2, 4**k, alpha, beta)} for k in range(1, 14)]
     all_reduce = {"backend": "gloo", "processes": 2, "hardware": {"cores": 2}, "sizes": sizes}
     (tmp_path / "allreduce-gloo-2.json").write_text(json.dumps(all_reduce))
-    about = dict.fromkeys(("command", "hardware", "commit", "date"), "") | {"threads": 1, "versions": {}}
-    scaling = about | {"datasets": ["mnist"], "runs": [
-        {"dataset": "mnist", "model": "convnet", "strategy": strategy, "processes": p, "modes": ["weak"], "batch": 64,
-         "steps": 10, "epochs": 2, "global_batch": 64 * p, "images_per_sec": [64 * p / seconds],
-         "split": {"forward": 1, "backward": 1}}
-        for strategy, p, seconds in (("single", 1, step), ("ddp_launch", 2, step + model.ring(2, size, alpha, beta)))]}
+    about = dict.fromkeys(("command", "hardware", "commit", "date"), "") | {
+        "threads": 1,
+        "versions": {},
+    }
+    scaling = about | {
+        "datasets": ["mnist"],
+        "runs": [
+            {
+                "dataset": "mnist",
+                "model": "convnet",
+                "strategy": strategy,
+                "processes": p,
+                "modes": ["weak"],
+                "batch": 64,
+                "steps": 10,
+                "epochs": 2,
+                "global_batch": 64 * p,
+                "images_per_sec": [64 * p / seconds],
+                "split": {"forward": 1, "backward": 1},
+            }
+            for strategy, p, seconds in (
+                ("single", 1, step),
+                ("ddp_launch", 2, step + model.ring(2, size, alpha, beta)),
+            )
+        ],
+    }
     (tmp_path / "scaling.json").write_text(json.dumps(scaling))
     shown = compute(f"python {ROOT}/benchmarks/model.py --out .", cwd=tmp_path)
-    for line in ("| gloo | 2 | 100 | 1.00 |", "| mnist | convnet | 1 | 20.0 | 20.0 | 1.00 |",
-                 "| mnist | convnet | 2 | 20.3 | 20.3 | 1.00 |"):
+    for line in (
+        "| gloo | 2 | 100 | 1.00 |",
+        "| mnist | convnet | 1 | 20.0 | 20.0 | 1.00 |",
+        "| mnist | convnet | 2 | 20.3 | 20.3 | 1.00 |",
+    ):
         assert line in shown
     assert (tmp_path / "model.md").read_text() == shown and (tmp_path / "model.svg").exists()
 
 
 def test_the_published_table():
-    """The model reproduces the published times, and says that CIFAR-10 is slower on 16 GPUs than on 8."""
+    """The model reproduces the published times, and says that CIFAR-10 is slower on 16 GPUs than on
+    8.
+    """
     seconds, *_ = model.published_model()
     for dataset, times in model.PUBLISHED.items():
         for gpus, known in times.items():
@@ -92,13 +127,20 @@ def test_the_published_table():
 @pytest.fixture
 def forked_runs(tmp_path, monkeypatch):
     """What a benchmark starts is forked."""
-    monkeypatch.setattr(runs, "start", lambda line, threads: ForkedJob(line, tmp_path, OMP_NUM_THREADS=str(threads)))
-    monkeypatch.setattr(runs, "finish", lambda job: pytest.fail(job.output()) if job.finish() else None)
+    monkeypatch.setattr(
+        runs, "start", lambda line, threads: ForkedJob(line, tmp_path, OMP_NUM_THREADS=str(threads))
+    )
+    monkeypatch.setattr(
+        runs, "finish", lambda job: pytest.fail(job.output()) if job.finish() else None
+    )
     monkeypatch.chdir(tmp_path)
 
 
 def test_scaling(forked_runs, tmp_path, monkeypatch, capsys):
-    flags = "--datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu --out one"
+    flags = (
+        "--datasets mnist --strategies ddp_launch --processes 1 2 --repeats 1 --device cpu "
+        "--out one"
+    )
     monkeypatch.setattr(sys, "argv", ["scaling.py", *flags.split()])
     monkeypatch.setitem(scaling.WORK, "mnist", scaling.WORK["mnist"] | {"steps": 8, "epochs": 2})
     scaling.main()  # six runs of recipes
@@ -108,19 +150,33 @@ def test_scaling(forked_runs, tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "one" / "scaling.json").read_text())
     assert {"command", "hardware", "versions", "date", "threads"} <= result.keys()
     by_name = {(r["strategy"], r["processes"], *r["modes"]): r for r in result["runs"]}
-    assert by_name.keys() == {("single", 1, "weak"), ("single", 1, "strong"), ("independent", 2, "weak"),
-                              ("ddp_launch", 2, "weak", "strong")}
+    assert by_name.keys() == {
+        ("single", 1, "weak"),
+        ("single", 1, "strong"),
+        ("independent", 2, "weak"),
+        ("ddp_launch", 2, "weak", "strong"),
+    }
     split = by_name["ddp_launch", 2, "weak", "strong"]["split"]
     assert set(split) == set(scaling.PARTS)
     assert min(split.values()) >= 0 and split["forward"] + split["backward"] > 0.002
     assert "DDP, torchrun" in (tmp_path / "one" / "scaling.svg").read_text()
 
 
-@pytest.mark.parametrize(("command", "says"), [
-    ("scaling.py --processes 1 3", "scaling.py: a global batch of 128 does not divide over 3 processes"),
-    ("model.py --out nowhere", "model.py: nowhere has no scaling.json and allreduce-gloo-2.json: make benchmarks"),
-    ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is not a Horovod timeline"),
-], ids=lambda value: value.split()[0])
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            "scaling.py --processes 1 3",
+            ("scaling.py: a global batch of 128 does not divide over 3 processes"),
+        ),
+        (
+            "model.py --out nowhere",
+            ("model.py: nowhere has no scaling.json and allreduce-gloo-2.json: make benchmarks"),
+        ),
+        ("timeline.py nowhere.json x.svg", "timeline.py: nowhere.json is not a Horovod timeline"),
+    ],
+    ids=lambda value: value.split()[0],
+)
 def test_wrong_input(command, says, tmp_path):
     shown = compute(f"python {ROOT}/benchmarks/{command}", cwd=tmp_path, status=2)
     assert shown.startswith(says)
@@ -133,7 +189,7 @@ def test_sharding(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sharding.py", *flags.split()])
     monkeypatch.setattr(sharding, "MODELS", {"lenet": ("mnist", 16, "")})
     sharding.main()
-    (ddp, fsdp), = json.loads((tmp_path / "sharding.json").read_text())["turns"]["lenet"]
+    ((ddp, fsdp),) = json.loads((tmp_path / "sharding.json").read_text())["turns"]["lenet"]
     assert all(seconds > 0 and 0.1 < memory < 2 for seconds, memory in (ddp, fsdp))
     assert f"| lenet | FSDP | {1e3 * fsdp[0]:,.0f} | {fsdp[1]:.2f} | " in capsys.readouterr().out
 
@@ -145,8 +201,11 @@ def test_a_wide_spread_is_marked():
 
 def test_start_up(tmp_path, monkeypatch):
     """Measured, and written into the README between its marks, again and again."""
-    shown = run(f"python {ROOT}/benchmarks/startup.py --strategies ddp_launch --repeats 1 --out .", cwd=tmp_path)
-    [first, end], = json.loads((tmp_path / "startup.json").read_text())["runs"][0]["seconds"]
+    shown = run(
+        f"python {ROOT}/benchmarks/startup.py --strategies ddp_launch --repeats 1 --out .",
+        cwd=tmp_path,
+    )
+    ([first, end],) = json.loads((tmp_path / "startup.json").read_text())["runs"][0]["seconds"]
     assert 1 < first < end < 100
     assert f"| DDP, torchrun | 2 | {first:.2f} | {end:.2f} |" in shown
     monkeypatch.setattr(runs, "RESULTS", tmp_path)
@@ -163,7 +222,11 @@ def test_one_gpu(tmp_path):
     """Interrupted, and started again: it measures what is not there yet."""
 
     def measured_until(line):
-        job = Job(f"exec python {ROOT}/benchmarks/gpu.py --device cpu --steps 3-5 --out out --data-dir none", tmp_path)
+        job = Job(
+            f"exec python {ROOT}/benchmarks/gpu.py --device cpu --steps 3-5 --out out "
+            "--data-dir none",
+            tmp_path,
+        )
         job.wait_for(line)
         job.signal(signal.SIGINT)
         assert job.finish() != 0
@@ -183,13 +246,25 @@ def test_one_gpu(tmp_path):
 
 def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
     """Two seeds; a run that is done is not repeated, and what is not asked for stays."""
-    monkeypatch.setattr(accuracy, "TRAININGS", {"lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1),
-                                                "other": ("mnist", "convnet", 1, 1, [("single.py", 1)], 1)})
-    monkeypatch.setitem(accuracy.STARTS, "single.py", "python {folder}/single.py --synthetic 640 --lr 0.01")
+    monkeypatch.setattr(
+        accuracy,
+        "TRAININGS",
+        {
+            "lenet": ("mnist", "lenet", 2, 2, [("single.py", 1)], 1),
+            "other": ("mnist", "convnet", 1, 1, [("single.py", 1)], 1),
+        },
+    )
+    monkeypatch.setitem(
+        accuracy.STARTS, "single.py", ("python {folder}/single.py --synthetic 640 --lr 0.01")
+    )
     monkeypatch.setattr(accuracy, "PUBLISHED", [("single.py", 1)])
     sizes = [{"bytes": size, "seconds": 1e-9 * size} for size in (4, 2**24)]
-    (tmp_path / "allreduce-gloo-2.json").write_text(json.dumps({"backend": "gloo", "processes": 2, "sizes": sizes}))
-    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."])
+    (tmp_path / "allreduce-gloo-2.json").write_text(
+        json.dumps({"backend": "gloo", "processes": 2, "sizes": sizes})
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."]
+    )
     accuracy.main()
     first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.json"
     written = first.stat().st_mtime_ns
@@ -198,23 +273,39 @@ def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
     accuracy.main()
     assert first.stat().st_mtime_ns == written
     results = json.loads((tmp_path / "accuracy.json").read_text())
-    assert [(run["seed"], len(run["epochs"])) for run in results["lenet"]["runs"]] == [(0, 2), (1, 2)]
+    assert [(run["seed"], len(run["epochs"])) for run in results["lenet"]["runs"]] == [
+        (0, 2),
+        (1, 2),
+    ]
     reached = [run["epochs"][-1]["val"]["accuracy"] for run in results["lenet"]["runs"]]
     shown = capsys.readouterr().out
-    assert f"| single.py | 1 | {sum(reached) / 2:.2%} | {min(reached):.2%} to {max(reached):.2%} | 2 |" in shown
+    assert (
+        f"| single.py | 1 | {sum(reached) / 2:.2%} | {min(reached):.2%} to {max(reached):.2%} | 2 |"
+    ) in shown
     assert "## mnist, convnet, 1 epochs" in shown.rsplit("# Accuracy", 1)[1]
-    assert results["lenet"]["predicted"]["1"] == pytest.approx(accuracy.minutes(results["lenet"], "single.py", 1))
+    assert results["lenet"]["predicted"]["1"] == pytest.approx(
+        accuracy.minutes(results["lenet"], "single.py", 1)
+    )
     assert "| published, GPUs | 32 | - | - | - | 0.9 | 8.97 | - |" in shown
     assert "lenet" in (tmp_path / "accuracy.svg").read_text()
     monkeypatch.setattr(accuracy, "EACH", [("single.py", 1)])
-    assert f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |" in "\n".join(readme.accuracy_lines(results))
+    assert (f"| mnist | lenet | 2 | {sum(reached) / 2:.2%} |") in "\n".join(
+        readme.accuracy_lines(results)
+    )
 
 
-@pytest.mark.parametrize("lines", [
-    ["Train Epoch: 2 [0/600 (0%)]\tLoss: 2.3", "Train Epoch: 2 [300/600 (50%)]\tLoss: 0.3"],
-    ["[1,0]<stdout>:Train Epoch: 2 [0/300 (0%)]\tLoss: 2.3", "[1,1]<stdout>:Train Epoch: 2 [150/300 (50%)]\tLoss: 0.3"],
-    ["Epoch: [1][ 1/21]\tTime  0.1", "Epoch: [1][11/21]\tTime  0.1", "Test: [ 1/10]\tTime 0.1"],
-    ["epoch 2/2: loss 0.1 acc 97.00% | val loss 0.1 acc 97.00% | 150 images/s | 1% data wait"]])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Train Epoch: 2 [0/600 (0%)]\tLoss: 2.3", "Train Epoch: 2 [300/600 (50%)]\tLoss: 0.3"],
+        [
+            "[1,0]<stdout>:Train Epoch: 2 [0/300 (0%)]\tLoss: 2.3",
+            ("[1,1]<stdout>:Train Epoch: 2 [150/300 (50%)]\tLoss: 0.3"),
+        ],
+        ["Epoch: [1][ 1/21]\tTime  0.1", "Epoch: [1][11/21]\tTime  0.1", "Test: [ 1/10]\tTime 0.1"],
+        ["epoch 2/2: loss 0.1 acc 97.00% | val loss 0.1 acc 97.00% | 150 images/s | 1% data wait"],
+    ],
+)
 def test_speed_of_an_example(lines):
     """Half of 600 images in two seconds, in the last epoch."""
     before = lines[0].replace(" 2 [", " 1 [").replace("[1][", "[0][").replace(" 150 ", " 100 ")
@@ -229,48 +320,79 @@ def test_host_time(tmp_path):
 
 def test_cifar10_as_jpegs(tmp_path, monkeypatch):
     red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 32, 32)
-    sets = [ImageTensor(red[:len(labels)], torch.tensor(labels), ()) for labels in ([0, 7], [7])]
+    sets = [ImageTensor(red[: len(labels)], torch.tensor(labels), ()) for labels in ([0, 7], [7])]
     monkeypatch.setattr(accuracy.cifar, "load", lambda args: sets)
     for _ in range(2):
         accuracy.cifar10_as_jpegs(tmp_path, tmp_path / "tree")
-        found = sorted(str(path.relative_to(tmp_path / "tree")) for path in tmp_path.rglob("*.JPEG"))
+        found = sorted(
+            str(path.relative_to(tmp_path / "tree")) for path in tmp_path.rglob("*.JPEG")
+        )
         assert found == ["train/0/0.JPEG", "train/7/1.JPEG", "val/7/0.JPEG"]
-    assert Image.open(tmp_path / "tree" / "val/7/0.JPEG").getpixel((16, 16)) == pytest.approx((255, 0, 0), abs=3)
+    assert Image.open(tmp_path / "tree" / "val/7/0.JPEG").getpixel((16, 16)) == pytest.approx(
+        (255, 0, 0), abs=3
+    )
 
 
 def test_network(tmp_path, monkeypatch, capsys):
-    """On a link of 5 ms an all-reduce on two machines takes 10 ms, and so a step at least that much longer."""
+    """On a link of 5 ms an all-reduce on two machines takes 10 ms, and so a step at least that much
+    longer.
+    """
     need_cluster()
     need_horovod("gloo")
     for name, value in network.SETTINGS.items():
         monkeypatch.setenv(name, value)  # and so takes back what main sets
-    monkeypatch.setattr(network, "WORK", {"mnist": {"model": "lenet", "batch": 16, "steps": 20, "epochs": 2}})
+    monkeypatch.setattr(
+        network, "WORK", {"mnist": {"model": "lenet", "batch": 16, "steps": 20, "epochs": 2}}
+    )
     monkeypatch.setitem(network.LINKS, "5 ms", (5e-3, 0))
-    monkeypatch.setattr(sys, "argv", ["network.py", "--links", "5 ms", "--processes", "2", "--repeats", "1", "--out",
-                                      str(tmp_path)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "network.py",
+            "--links",
+            "5 ms",
+            "--processes",
+            "2",
+            "--repeats",
+            "1",
+            "--out",
+            str(tmp_path),
+        ],
+    )
     network.main()
     for run_ in json.loads((tmp_path / "network.json").read_text())["runs"]:
         assert run_["alpha"] > 0.004
         assert run_["measured"] > 0.01
         size, latency = model.gradient_bytes("mnist", "lenet"), 2 * run_["alpha"]
         waits = latency / 4 if run_["strategy"] == "hvd_gloo" else 0
-        assert run_["predicted"] == pytest.approx(run_["alone"] + latency + size * run_["beta"] + waits)
+        assert run_["predicted"] == pytest.approx(
+            run_["alone"] + latency + size * run_["beta"] + waits
+        )
     assert "| 5 ms | Horovod, Gloo | mnist | 2 |" in capsys.readouterr().out
-    assert network.MACHINES[0] not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert (
+        network.MACHINES[0]
+        not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    )
 
 
 def test_launches(tmp_path):
     """The counts of MNIST's ConvNet; test_gpu.py holds those of CIFAR-10."""
     run(f"python {ROOT}/benchmarks/launches.py --recipes mnist/single.py --out .", cwd=tmp_path)
-    launches, between, at = json.loads((tmp_path / "launches.json").read_text())["counts"]["mnist/single.py"]
+    launches, between, at = json.loads((tmp_path / "launches.json").read_text())["counts"][
+        "mnist/single.py"
+    ]
     assert 30 < launches < 45
     assert (between, at) == (0, 1)
 
 
 def test_timeline(tmp_path):
     need_horovod("gloo")
-    compute(f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1", cwd=tmp_path,
-            HOROVOD_TIMELINE=str(tmp_path / "timeline.json"))
+    compute(
+        f"horovodrun --gloo -np 2 python {ROOT}/mnist/hvd.py --synthetic 1280 --epochs 1",
+        cwd=tmp_path,
+        HOROVOD_TIMELINE=str(tmp_path / "timeline.json"),
+    )
     compute(f"python {ROOT}/benchmarks/timeline.py timeline.json timeline.svg", cwd=tmp_path)
     picture = (tmp_path / "timeline.svg").read_text()
     for text in ("GLOO_ALLREDUCE", "9.weight", "0.bias"):
@@ -279,13 +401,28 @@ def test_timeline(tmp_path):
 
 
 def test_parts_of_a_step(tmp_path):
-    """A trace of one step whose parts are known, and of what comes after the last step of an epoch."""
-    names = [("ProfilerStep#6", 0, 100), ("ProfilerStep#7", 100, 300), ("aten::index_select", 10, 3),
-             ("aten::index_select", 14, 1), ("Optimizer.zero_grad#SGD.zero_grad", 20, 1), ("aten::index_select", 25, 1),
-             ("autograd::engine::evaluate_function: A", 50, 10), ("autograd::engine::evaluate_function: B", 61, 9),
-             ("Optimizer.step#SGD.step", 71, 20), ("Optimizer.step#SGD.step", 85, 5)]
+    """A trace of one step whose parts are known, and of what comes after an epoch's last step."""
+    names = [
+        ("ProfilerStep#6", 0, 100),
+        ("ProfilerStep#7", 100, 300),
+        ("aten::index_select", 10, 3),
+        ("aten::index_select", 14, 1),
+        ("Optimizer.zero_grad#SGD.zero_grad", 20, 1),
+        ("aten::index_select", 25, 1),
+        ("autograd::engine::evaluate_function: A", 50, 10),
+        ("autograd::engine::evaluate_function: B", 61, 9),
+        ("Optimizer.step#SGD.step", 71, 20),
+        ("Optimizer.step#SGD.step", 85, 5),
+    ]
     events = [{"ph": "X", "name": name, "ts": ts, "dur": dur} for name, ts, dur in names]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    seconds = {"data": 10, "forward": 30, "backward": 20, "communication": 15, "optimizer": 5, "other": 20}
+    seconds = {
+        "data": 10,
+        "forward": 30,
+        "backward": 20,
+        "communication": 15,
+        "optimizer": 5,
+        "other": 20,
+    }
     assert runs.parts(path) == pytest.approx({name: value / 1e6 for name, value in seconds.items()})

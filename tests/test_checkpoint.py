@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, and a file that differs from what was saved is never loaded."""
+"""A checkpoint is whole or absent, and a file that differs from what was saved is never loaded."""
 
 import builtins
 import io
@@ -63,7 +63,9 @@ def save_forever(folder, epoch, said):
 
 
 def test_kill_in_a_loop_that_saves(tmp_path):
-    """SIGKILL at 50 random moments: `auto` finds a whole checkpoint, never older than the last one reported."""
+    """SIGKILL at 50 random moments: `auto` finds a whole checkpoint, never older than the last one
+    reported.
+    """
     moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
     for _ in range(50):
         before = said.value
@@ -92,7 +94,10 @@ class Crash(BaseException):
 
 
 def crash_at(number, monkeypatch):
-    """Let the file-system call with this number, and each after it, raise Crash; returns the patches."""
+    """Let the file-system call with this number, and each after it, raise Crash.
+
+    Returns the patches.
+    """
     calls = [
         (os, "replace"),
         (os, "fsync"),
@@ -122,7 +127,8 @@ def crash_at(number, monkeypatch):
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
 def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
-    """Crash a save of last.pt and best.pt at each of its file-system calls in turn, after `earlier` saves.
+    """Crash a save of last.pt and best.pt at each of its file-system calls in turn, after `earlier`
+    saves.
 
     The newest checkpoint is good; if there is none yet, nothing prevents a run from starting.
     """
@@ -164,7 +170,10 @@ def folder(tmp_path):
 
 
 def test_bit_flips(folder):
-    """2,000 files, each with one flipped bit: refused, or read as it was saved; `auto` takes previous.pt."""
+    """2,000 files, each with one flipped bit: refused, or read as it was saved.
+
+    `auto` takes previous.pt.
+    """
     draw, newest = random.Random(random_seed()), folder / "last.pt"
     whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
     refused = 0

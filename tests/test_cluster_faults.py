@@ -107,7 +107,8 @@ def test_worker_killed(slow_job, cluster):
     killed = time.monotonic()
     log = job.finish("FAILED")
     assert time.monotonic() - killed < 40
-    first = r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL"  # each torchrun says what it saw first
+    # Each torchrun says what it saw first.
+    first = r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL"
     assert any(re.search(first, cause) for cause in log.split("Root Cause")[1:]), log
 
 
@@ -176,7 +177,10 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
 
 
 def stopped_at(log):
-    """The epoch and the sample at which the last warned run in a log stopped; it must be soon after the warning."""
+    """The epoch and the sample at which the last warned run in a log stopped.
+
+    It must be soon after the warning.
+    """
     before, after = log.rsplit("stopped after a signal at epoch ", 1)
     epoch, sample = map(int, re.match(r"(\d+), sample (\d+)", after).groups())
     steps = re.findall(
@@ -192,7 +196,10 @@ def stopped_at(log):
 
 
 def test_time_limit(slow_job, cluster, undisturbed):
-    """SLURM's own warning, 60 to 90 s before the time limit, halfway through the run; then the limit is raised."""
+    """SLURM's own warning, 60 to 90 s before the time limit, halfway through the run.
+
+    Then the limit is raised.
+    """
     job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
     job.wait_for("^stopped after a signal", timeout=120)
     epoch, sample = stopped_at(job.log())
@@ -209,7 +216,10 @@ MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which a job is told to stop
 @pytest.mark.timeout(200 + 60 * MOMENTS)
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
-    """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun); others go on."""
+    """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun).
+
+    Others go on.
+    """
     if launcher == "mpirun":
         need_horovod("mpi")
     how = {
@@ -248,12 +258,14 @@ def test_preempted(slow_job, cluster, undisturbed):
     for number in range(1, PREEMPTIONS + 1):
         time.sleep(EVERY)
         cluster.run(
-            "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null"
+            "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' "
+            "--output=/dev/null"
         )
         job.wait_for("^resumed from", count=number)
     log = job.finish(timeout=200)
     print(
-        f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: {time.monotonic() - began:.0f} s"
+        f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: "
+        f"{time.monotonic() - began:.0f} s"
     )
     assert (
         log.count("ddp: preempted, and queued again")
@@ -264,9 +276,15 @@ def test_preempted(slow_job, cluster, undisturbed):
 
 
 def test_fsdp_preempted(cluster, tmp_path):
-    """Two nodes write their shards to one folder; the job goes on from them, and ends as an undisturbed one."""
+    """Two nodes write their shards to one folder.
+
+    The job goes on from them, and ends as an undisturbed one.
+    """
     changed_copy(tmp_path, "imagenet/fsdp.py", ADVANCE, ADVANCE + SLOW)
-    flags = "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device cpu --log-interval 1"
+    flags = (
+        "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device "
+        "cpu --log-interval 1"
+    )
     job = SlurmJob(
         cluster,
         tmp_path,
@@ -294,7 +312,10 @@ def test_fsdp_preempted(cluster, tmp_path):
 
 
 def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
-    """With MAX_REQUEUES=1 the second warning ends the job; another job resumes and completes the run."""
+    """With MAX_REQUEUES=1 the second warning ends the job.
+
+    Another job resumes and completes the run.
+    """
     job = slow_job(MAX_REQUEUES="1")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     job.wait_for("^ddp: queued again, 1 of 1")

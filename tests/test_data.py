@@ -1,4 +1,6 @@
-"""The data path gives what the usual one gives, each image once, the same on any number of processes."""
+"""The data path gives what the usual one gives, each image once, the same on any number of
+processes.
+"""
 
 import random
 
@@ -98,7 +100,9 @@ def test_every_crop_is_one_of_the_padded_image():
 
 
 def test_batches_do_not_depend_on_the_number_of_processes():
-    """The k-th batches of all ranks together are the k-th batch of one process, augmentation included."""
+    """The k-th batches of all ranks together are the k-th batch of one process, augmentation
+    included.
+    """
     one, ranks = training(24), [training(8, rank, 3) for rank in range(3)]
     for start in (0, 96):
         whole = read_epoch(one, 3, start)
@@ -186,7 +190,10 @@ def drawn(epoch, workers=0, world_size=1, seed=0, start=0):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_draws_are_a_function_of_seed_epoch_and_index(workers, world_size):
-    """For any number of workers and ranks; for torch, numpy and random; also from the middle of an epoch."""
+    """For any number of workers and ranks; for torch, numpy and random.
+
+    Also from the middle of an epoch.
+    """
     images, labels = drawn(epoch=1)
     for start in (0, 16):
         ours, ours_labels = drawn(1, workers, world_size, start=start)
@@ -274,7 +281,10 @@ def test_a_global_batch_is_shared():
     ("name", "parameters"), [("convnet", 29_034), ("lenet", 61_706), ("resnet18", 11_173_962)]
 )
 def test_models(name, parameters):
-    """ConvNet and LeNet-5 for MNIST; ResNet-18 for 32x32 has half a million fewer than torchvision's for ImageNet."""
+    """ConvNet and LeNet-5 for MNIST.
+
+    ResNet-18 for 32x32 has half a million fewer than torchvision's for ImageNet.
+    """
     channels, size = (3, 32) if name == "resnet18" else (1, 28)
     model = cifar.MODELS[name](channels, size)
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)

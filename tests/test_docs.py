@@ -48,7 +48,9 @@ def anchors(page):
 
 
 def table(page, first):
-    """The rows of the table in a page of docs/ whose head begins with the cell `first`, as lists of cells."""
+    """The rows of the table in a page of docs/ whose head begins with the cell `first`, as lists of
+    cells.
+    """
     lines = (ROOT / "docs" / page).read_text().splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {first} |"))
     end = next(n for n in range(start, len(lines)) if not lines[n].startswith("|"))
@@ -129,7 +131,9 @@ def test_example_of_batch_sizes():
 
 
 def test_commands_of_batch_sizes(tmp_path):
-    """The two commands under the example take as many steps, and print the batch and rate, as its table says."""
+    """The two commands under the example take as many steps, and print the batch and rate, as its
+    table says.
+    """
     page = (ROOT / "docs/batch-size.md").read_text().replace("\\\n", "")
     commands = re.search(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     rows = table("batch-size.md", "processes")
@@ -171,7 +175,8 @@ assert average.tolist() == [float("inf"), 0], average
 for g, h in [([3, 0], [0, 4]), ([3, 4], [3, 4]), ([1, 0], [1, 2])] if "adasum" in sys.argv else []:
     g, h = torch.tensor(g).float(), torch.tensor(h).float()
     expected = (1 - g @ h / (2 * g @ g)) * g + (1 - g @ h / (2 * h @ h)) * h
-    torch.testing.assert_close(hvd.allreduce((g, h)[hvd.rank()], op=hvd.Adasum, name=f"{g}{h}"), expected)
+    found = hvd.allreduce((g, h)[hvd.rank()], op=hvd.Adasum, name=f"{g}{h}")
+    torch.testing.assert_close(found, expected)
 """
 
 
@@ -179,7 +184,10 @@ for g, h in [([3, 0], [0, 4]), ([3, 4], [3, 4]), ([1, 0], [1, 2])] if "adasum" i
     "launcher", ["horovodrun --gloo -np 2", "mpirun --oversubscribe --bind-to none -np 2"]
 )
 def test_what_horovod_does_to_gradients(launcher, tmp_path):
-    """In fp16 a sum overflows before it is divided, and small values are 0; Adasum is what the page says."""
+    """In fp16 a sum overflows before it is divided, and small values are 0.
+
+    Adasum is what the page says.
+    """
     need_horovod(launcher)
     (tmp_path / "check.py").write_text(HOROVOD)
     compute(f"{launcher} python check.py {'adasum' if 'mpi' in launcher else ''}", cwd=tmp_path)

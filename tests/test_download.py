@@ -1,4 +1,6 @@
-"""Downloads, from a server on this machine: only whole files appear, none that stalled, was cut or changed."""
+"""Downloads, from a server on this machine: only whole files appear, none that stalled, was cut or
+changed.
+"""
 
 import gzip
 import hashlib
@@ -26,7 +28,10 @@ pytestmark = pytest.mark.check
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves the dict `files` ({name: bytes}) on a free port while a `with` block runs; `fault` spoils each answer."""
+    """Serves the dict `files` ({name: bytes}) on a free port while a `with` block runs.
+
+    `fault` spoils each answer.
+    """
 
     def __init__(self, files, fault=None):
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""Faults that end a run: its status is not 0, it leaves no process, and its checkpoints stay good."""
+"""Faults that end a run: its status is not 0, no process stays, and its checkpoints stay good."""
 
 import contextlib
 import os
@@ -51,8 +51,8 @@ FAULTS = {
 }
 
 
-# Whether the others notice that a rank vanished depends on the launcher; a rank that hangs ends by its own watchdog
-# (test_cluster_faults.py stops ranks of each launcher)
+# Whether the others notice that a rank vanished depends on the launcher; a rank that hangs ends
+# by its own watchdog (test_cluster_faults.py stops ranks of each launcher)
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [
@@ -74,7 +74,8 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
         f"                {FAULTS[fault]}\n"
     )
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
-    # Eight seconds only where it runs out: rank 0 imports TensorBoard after the first epoch, while the others wait
+    # Eight seconds only where it runs out: rank 0 imports TensorBoard after the first epoch,
+    # while the others wait
     output = fails(
         f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log "
         f"--timeout {8 if fault == 'hangs' else 60}",
@@ -111,7 +112,10 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
     """All ranks end in the same step and say why, and the checkpoint from before is good."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    line = "            if rank == 1 and position.epoch == 1:\n                sums.add(loss=loss.detach() / 0)\n"
+    line = (
+        "            if rank == 1 and position.epoch == 1:\n                "
+        "sums.add(loss=loss.detach() / 0)\n"
+    )
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
     output = compute(
         f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log", tmp_path, status=1
@@ -122,7 +126,10 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
 
 
 def on_small_disk(command, cwd, size, at):
-    """`command` in a mount namespace of its own where `at` is a disk of `size`; what is on it at the end is copied."""
+    """`command` in a mount namespace of its own where `at` is a disk of `size`.
+
+    What is on it at the end is copied.
+    """
     unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True)
     need(os.geteuid() == 0 and unshare.returncode == 0, "root and unshare, to mount a small disk")
     (cwd / at).mkdir(exist_ok=True)
@@ -151,7 +158,10 @@ def test_disk_full_during_a_save(strategy, tmp_path):
 
 def test_disk_full_for_results(tmp_path):
     """TensorBoard and results.jsonl cannot be written: training goes on, and says so."""
-    command = f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir checkpoints"
+    command = (
+        f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir "
+        "checkpoints"
+    )
     output = run(on_small_disk(command, tmp_path, "4k", "disk"), cwd=tmp_path)
     assert "warning: no results are written to disk (No space left on device)" in output
     assert place(checkpoint(tmp_path / "checkpoints")) == (3, 0)
@@ -161,7 +171,8 @@ def test_folder_becomes_read_only(tmp_path):
     recipe = (
         f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir log --checkpoint-dir disk"
     )
-    remount = "until [ -e disk/previous.pt ] && mount -o remount,ro disk; do sleep 0.05; done"  # not with a file open
+    # Not with a file open.
+    remount = "until [ -e disk/previous.pt ] && mount -o remount,ro disk; do sleep 0.05; done"
     output = fails(on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk"), tmp_path)
     assert output.count("Read-only file system") == 1
     assert "Traceback" not in output
@@ -178,11 +189,16 @@ def tree(tmp_path_factory):
             (folder / split / label).mkdir(parents=True)
             for number in range(count):
                 Image.fromarray(pixels).save(folder / split / label / f"{number}.JPEG")
-    return f"--data-dir {folder} --model lenet --lr 0.001 --device cpu --log-dir log -b 16 --image-size 32"
+    return (
+        f"--data-dir {folder} --model lenet --lr 0.001 --device cpu --log-dir log -b 16 "
+        "--image-size 32"
+    )
 
 
 def loader_workers(job, count):
-    """The loader workers of all ranks, once there are `count`: processes whose parent runs the same recipe."""
+    """The loader workers of all ranks, once there are `count`: processes whose parent runs the same
+    recipe.
+    """
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(psutil.NoSuchProcess):  # one that ends meanwhile
@@ -205,7 +221,7 @@ def loader_workers(job, count):
     [("single", signal.SIGKILL), ("ddp_launch", signal.SIGKILL), ("single", signal.SIGSTOP)],
 )
 def test_loader_worker(strategy, number, tree, tmp_path):
-    """The run ends if a loader worker is killed (say, by a memory limit), or hangs for --timeout."""
+    """The run ends if a loader worker is killed (as by a memory limit), or hangs for --timeout."""
     command = {"single": f"python {ROOT}/imagenet/single.py", **strategies(2, ROOT / "imagenet")}[
         strategy
     ]
@@ -224,7 +240,7 @@ def test_loader_worker(strategy, number, tree, tmp_path):
 
 
 def test_sigterm_to_loader_workers(tree, tmp_path):
-    """SLURM sends it to all processes: the run saves and stops, and needs its workers until then."""
+    """SLURM sends it to all processes: the run saves and stops; it needs its workers until then."""
     job = Job(
         f"exec python {ROOT}/imagenet/single.py {tree} --epochs 1000 --workers 1", cwd=tmp_path
     )
@@ -237,13 +253,18 @@ def test_sigterm_to_loader_workers(tree, tmp_path):
 
 def test_tiny_shared_memory(tree, tmp_path):
     """Loader workers pass batches through /dev/shm; one of 32 images of 128x128 is 1.5 MB."""
-    command = f"{strategies(2, ROOT / 'imagenet')['ddp_launch']} {tree} -b 32 --image-size 128 --epochs 1 --workers 2"
+    command = (
+        f"{strategies(2, ROOT / 'imagenet')['ddp_launch']} {tree} -b 32 --image-size 128 "
+        "--epochs 1 --workers 2"
+    )
     fails(on_small_disk(command, tmp_path, "1m", "/dev/shm"), tmp_path)
     assert not list((tmp_path / "log").glob("*.pt"))
 
 
 def test_stack_dump(tmp_path):
-    """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and training goes on."""
+    """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and
+    training goes on.
+    """
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 2000", cwd=tmp_path)
     job.wait_for("epoch 1/2000")
     processes = [

@@ -1,4 +1,7 @@
-"""FSDP: who holds what, and checkpoints, whole or in shards. (That it computes what DDP does: test_parity.py.)"""
+"""FSDP: who holds what, and checkpoints, whole or in shards.
+
+(That it computes what DDP does: test_parity.py.)
+"""
 
 import random
 import shutil
@@ -38,7 +41,9 @@ from common import sharded
     ],
 )  # of tensors with fewer rows than ranks, the first ranks have all
 def test_shares(name, world_size, largest):
-    """Weights and momentum of the ranks are together the model's, and of each rank 1/world_size of it."""
+    """Weights and momentum of the ranks are together the model's, and of each rank 1/world_size of
+    it.
+    """
     shares = []
     for rank in range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -103,11 +108,15 @@ def assert_close(a, b):
 def test_sharded_checkpoint_on_any_number_of_processes(tmp_path):
     """Saved on 2, resumed on 1, on 4 and on 3, within an epoch; then, as one file, by single.py."""
     in_float64(tmp_path, "imagenet", "fsdp.py", STEP, STEP + STOPS)
-    flags = f"--synthetic 480 --epochs 2 --model lenet {small('imagenet')} --device cpu -G 48 --log-interval 1"
+    flags = (
+        f"--synthetic 480 --epochs 2 --model lenet {small('imagenet')} --device cpu -G 48 "
+        "--log-interval 1"
+    )
     compute(f"python imagenet/single.py {flags} --log-dir single", cwd=tmp_path)
     for processes, stop_at in ((2, 96), (1, 192), (4, 288), (3, -1)):
         compute(
-            f"torchrun --standalone --nproc-per-node={processes} imagenet/fsdp.py {flags} --log-dir part "
+            f"torchrun --standalone --nproc-per-node={processes} imagenet/fsdp.py {flags} "
+            "--log-dir part "
             "--sharded-checkpoint --resume auto",
             cwd=tmp_path,
             STOP_AT=str(stop_at),
@@ -138,7 +147,9 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_killed_in_a_sharded_save(tmp_path):
-    """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or the one before."""
+    """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or
+    the one before.
+    """
     # 12 steps of 64 images in each epoch
     command = f"{SHARDED} --synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
@@ -218,7 +229,10 @@ def test_shards_of_another_model(part, tmp_path):
 
 
 def test_evaluation_of_unequal_shares(tmp_path):
-    """With --dry-run, where 501 images are two batches on rank 0 and one on rank 1; and fewer images than ranks."""
+    """With --dry-run, where 501 images are two batches on rank 0 and one on rank 1.
+
+    And fewer images than ranks.
+    """
     flags = "--model lenet --device cpu --epochs 1"
     assert "epoch " in compute(
         f"{strategies(2, ROOT / 'mnist')['fsdp']} {flags} --synthetic 5005 "

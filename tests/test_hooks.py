@@ -35,7 +35,8 @@ def test_bytes_of_a_step(hook, megabytes, tmp_path):
     """Of ResNet-18; PowerSGD with rank 2."""
     folder = changed_copy(tmp_path, "cifar10/ddp_launch.py", STEP, DUMP + STEP)
     compute(
-        f"{strategies(2, folder)['ddp_launch']} --model resnet18 --synthetic 60 -b 2 --epochs 1 --device cpu "
+        f"{strategies(2, folder)['ddp_launch']} --model resnet18 --synthetic 60 -b 2 --epochs 1 "
+        "--device cpu "
         f"--log-interval 100 --comm-hook {hook} --log-dir log",
         cwd=tmp_path,
         TORCH_FR_BUFFER_SIZE="10000",
@@ -49,7 +50,8 @@ def test_bytes_of_a_step(hook, megabytes, tmp_path):
 def train(hook, folder, flags):
     folder.mkdir(exist_ok=True)
     compute(
-        f"{strategies(2, ROOT / 'mnist')['ddp_launch']} --model lenet --epochs 3 --device cpu --comm-hook {hook} "
+        f"{strategies(2, ROOT / 'mnist')['ddp_launch']} --model lenet --epochs 3 --device cpu "
+        f"--comm-hook {hook} "
         f"--log-dir {hook} {flags}",
         cwd=folder,
         CUDA_VISIBLE_DEVICES="",
@@ -58,7 +60,10 @@ def train(hook, folder, flags):
 
 
 def test_what_compression_changes(tmp_path):
-    """16 bits round each gradient. PowerSGD changes nothing in the first ten steps, and then more, but learns."""
+    """16 bits round each gradient.
+
+    PowerSGD changes nothing in the first ten steps, and then more, but learns.
+    """
     short = {
         hook: train(hook, tmp_path / "short", "--synthetic 384")["model"]
         for hook in ("none", "bf16", "fp16", "powersgd")

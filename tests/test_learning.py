@@ -18,7 +18,10 @@ def learns(command, epochs, cwd):
 
 @pytest.mark.parametrize(("strategy", "model"), [("single", "lenet"), ("ddp_launch", "convnet")])
 def test_real_mnist(strategy, model, real_data, tmp_path):
-    """Each model learns with the defaults, one on one process and one on four; test_parity.py shows they are equal."""
+    """Each model learns with the defaults, one on one process and one on four.
+
+    Test_parity.py shows they are equal.
+    """
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(4, ROOT / "mnist")}[
         strategy
     ]

@@ -1,4 +1,6 @@
-"""The same seed and global batch give the same training, whatever the strategy and the number of processes."""
+"""The same seed and global batch give the same training, whatever the strategy and the number of
+processes.
+"""
 
 import json
 import shutil
@@ -9,9 +11,12 @@ from launch import TOLERANCE, checkpoint, largest_difference, need, need_horovod
 from recipes import ROOT, changed_copy, in_float64, small
 
 GLOBAL_BATCH, LR = 32, 0.04
-# Two epochs of ten steps, so that set_epoch counts; weight decay and momentum, as a recipe may lose either; LeNet has
-# neither BatchNorm, whose statistics are each process's own, nor dropout.
-TRAINING = "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --warmup-epochs 0 --device cpu"
+# Two epochs of ten steps, so that set_epoch counts; weight decay and momentum, as a recipe may
+# lose either; LeNet has neither BatchNorm, whose statistics are each process's own, nor dropout.
+TRAINING = (
+    "--synthetic 320 --epochs 2 --model lenet --momentum 0.9 --wd 5e-4 --warmup-epochs 0 "
+    "--device cpu"
+)
 
 
 def train(command, processes, folder, log_dir, dataset="mnist", flags=""):
@@ -27,7 +32,7 @@ def train(command, processes, folder, log_dir, dataset="mnist", flags=""):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """A function that gives the folder of a data set's recipes, and the weights of its single.py."""
+    """A function: (the folder of a data set's recipes, the weights of its single.py)."""
     done = {}
 
     def of(dataset):
@@ -47,7 +52,8 @@ def single(tmp_path_factory):
         *(f"mnist {name} 2" for name in strategies(1, "")),
         "mnist ddp_launch 4",
         "mnist hvd_gloo 4",
-        # test_siblings.py shows that the others differ from these only in what is specific to a data set
+        # test_siblings.py shows that the others differ from these only in what is specific to a
+        # data set
         "cifar10 ddp_spawn 2",
         "imagenet hvd_gloo 2",
         "mnist fsdp 4",
@@ -130,7 +136,9 @@ def test_parity_notices(mutation, single, tmp_path):
 
 
 def test_parity_of_resnet(tmp_path):
-    """FSDP computes what DDP does, also for layers that are in no block; torch refuses if the root does not shard them.
+    """FSDP computes what DDP does, also for layers that are in no block.
+
+    Torch refuses if the root does not shard them.
 
     (One process computes something else: the statistics of BatchNorm are those of a process.)
     """
@@ -148,8 +156,8 @@ def test_parity_of_resnet(tmp_path):
     )
 
 
-# A rate too small to change any weight, so that all see the same model. 4,608 of the images to train on fill nine
-# batches of one process, and three of three processes.
+# A rate too small to change any weight, so that all see the same model. 4,608 of the images to
+# train on fill nine batches of one process, and three of three processes.
 EVALUATION = "--synthetic 5005 --epochs 1 --model lenet --lr 1e-30 -b 512 --device cpu"
 
 
@@ -171,7 +179,9 @@ def exact(single, tmp_path_factory):
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_launch", "fsdp", "hvd_gloo"])
 def test_exact_evaluation(strategy, single, exact, tmp_path):
-    """1,001 images on 3 processes: the loss and the accuracy of one process, though 3 does not divide 1,001."""
+    """1,001 images on 3 processes: the loss and the accuracy of one process, though 3 does not
+    divide 1,001.
+    """
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     folder, _ = single("mnist")

@@ -1,4 +1,6 @@
-"""What holds for every input: sums over any split of the images, and the place of a sampler in its epoch."""
+"""What holds for every input: sums over any split of the images, and the place of a sampler in its
+epoch.
+"""
 
 import math
 
@@ -77,7 +79,9 @@ def samplers(length, batch, seed, world_size, epoch, start=0):
 
 
 def steps(ranks, batch):
-    """The global batches that the samplers of all ranks give, each with the samples in the order of one process."""
+    """The global batches that the samplers of all ranks give, each with the samples in the order of
+    one process.
+    """
     split = [torch.tensor(list(rank)).split(batch) if len(rank) else () for rank in ranks]
     return [torch.stack(parts, dim=1).flatten().tolist() for parts in zip(*split, strict=True)]
 
@@ -91,7 +95,10 @@ shapes = {
 
 @given(**shapes, epoch=st.integers(0, 5), seed=seeds, data=st.data())
 def test_sampler_position(batch, world_size, extra, epoch, seed, data):
-    """N processes see, step by step, what one process with N times the batch sees; after a resume the rest of it."""
+    """N processes see, step by step, what one process with N times the batch sees.
+
+    After a resume the rest of it.
+    """
     length = batch * world_size + extra
     one = steps(samplers(length, batch * world_size, seed, 1, epoch), batch * world_size)
     assert steps(samplers(length, batch, seed, world_size, epoch), batch) == one
@@ -114,7 +121,8 @@ def test_sampler_position(batch, world_size, extra, epoch, seed, data):
     ),
 )
 def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, pieces):
-    """An epoch that is cut in pieces, each on another number of processes with another batch, uses no sample twice.
+    """An epoch that is cut in pieces, each on another number of processes with another batch, uses
+    no sample twice.
 
     Only what does not fill a global batch of the last piece is left out.
     """

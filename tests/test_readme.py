@@ -1,6 +1,8 @@
-"""Every command in README.md and in docs/ runs as it stands, section by section, in a copy of the repository.
+"""Every command in README.md and in docs/ runs as it stands, section by section, in a copy of the
+repository.
 
-To make it quick, flags are appended, where they override earlier ones, or environment variables are set.
+To make it quick, flags are appended, where they override earlier ones, or environment variables are
+set.
 """
 
 import importlib.util
@@ -44,27 +46,40 @@ ERRORS = (
 # What is not run here, and why
 ELSEWHERE = {
     # tests/test_slurm.py and test_cluster_faults.py have these, on their cluster of two nodes
-    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 cifar10/ddp_launch.py": "two machines",
-    "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr 0": "two machines",
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
+    "cifar10/ddp_launch.py": "two machines",
+    "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr "
+    "0": "two machines",
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
-    "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": "a job that trains for long",
+    "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": (
+        "a job that trains for long"
+    ),
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
-    "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/test_cluster_faults.py -k test_preempted": "ten minutes",
+    "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/test_cluster_faults.py -k "
+    "test_preempted": "ten minutes",
     "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "scancel --batch --signal=USR2 JOBID": "a job has to hang",
-    "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 --time=08:00:00 "
+    "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 "
+    "--time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
     # tests/test_scripts.py has this
-    "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": "with a smaller script",
+    "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": (
+        "with a smaller script"
+    ),
     # tests/test_docs.py has these
-    "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device cpu": "an example with its figures",
-    "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 "
+    "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device "
+    "cpu": "an example with its figures",
+    "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr "
+    "0.02 --epochs 1 "
     "--device cpu": "an example with its figures",
-    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": "it has to be there",
+    "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": (
+        "it has to be there"
+    ),
     # tests/test_your_own.py has these
     "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
-    "git merge-file examples/regression_hvd.py mnist/ddp_launch.py examples/regression.py": "it does this",
+    "git merge-file examples/regression_hvd.py mnist/ddp_launch.py "
+    "examples/regression.py": "it does this",
     # tests/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
@@ -74,18 +89,22 @@ ELSEWHERE = {
     "python benchmarks/scaling.py": "minutes",
     "python benchmarks/startup.py": "it would write over benchmarks/results",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
-    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1": "its file is what the next command draws",
+    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic "
+    "2560 --epochs 1": "its file is what the next command draws",
     "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg": "needs that file",
     # no test has these
     "make test": "it runs this",
     "make check": "it runs a part of this",
     "scripts/install_horovod.sh": "make test has run it",
-    "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": "tests/launch.py sets them for all tests",
+    "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": (
+        "tests/launch.py sets them for all tests"
+    ),
     "python -m torch.distributed.launch": "a name in a sentence",
     "horovodrun --min-np": "a name in a sentence",
     'pip install --no-build-isolation --config-settings "--build-option=--cpp_ext --cuda_ext" '
     "git+https://github.com/NVIDIA/apex@25.05": "builds for a GPU, from GitHub",
-    "pip download --no-deps --no-binary :all: horovod==0.28.1": "done by scripts/install_horovod.sh",
+    "pip download --no-deps --no-binary :all: "
+    "horovod==0.28.1": "done by scripts/install_horovod.sh",
     "srun --jobid=JOBID --overlap --nodelist=node2 --pty bash": "a shell for a person",
     "pip install py-spy; py-spy dump --native --pid PID": "typed into that shell",
 }
@@ -141,7 +160,9 @@ def test_what_is_not_run_here_is_in_a_document():
 
 
 def write_small_data(folder):
-    """MNIST and CIFAR-10 in `folder`, in torchvision's files, with 640 images of noise for training and 64 others."""
+    """MNIST and CIFAR-10 in `folder`, in torchvision's files, with 640 images of noise for training
+    and 64 others.
+    """
     noise = np.random.default_rng(0).integers(256, size=(640, 3072), dtype=np.uint8)
     for number, (name, count) in enumerate(zip(digits.FILES, (640, 640, 64, 64), strict=True)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +228,9 @@ class Reader:
             self.train(command, program, script)
 
     def train(self, command, program, script):
-        """A recipe, or the doctor, with small images and one step, or two epochs if it has a log folder."""
+        """A recipe, or the doctor, with small images and one step, or two epochs if it has a log
+        folder.
+        """
         if script == "scripts/doctor.py":
             command += " --device cpu -b 16"
         else:
@@ -240,7 +263,10 @@ class Reader:
         ), output
 
     def run(self, command, status=0):
-        """Run scripts in forked processes where that gives the same; test_launch.py tests the launchers."""
+        """Run scripts in forked processes where that gives the same.
+
+        Test_launch.py tests the launchers.
+        """
         forks = (
             re.match(r"(\w+=\S+ )*(python \w|torchrun|horovodrun --gloo)", command)
             and "--compile" not in command
@@ -356,14 +382,13 @@ PRINTS = {
         "Horovod background loop uncaught exception",
         "Horovod has been shut down",
     ],
-    f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/single.py --synthetic 640 --device cpu": [
-        "a launcher started 2 of these (WORLD_SIZE), and each would train alone"
-    ],
+    f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/single.py --synthetic 640 --device "
+    "cpu": ["a launcher started 2 of these (WORLD_SIZE), and each would train alone"],
     f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
     f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
-    # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket view strides"]
-    # it needs a GPU: ["CUDA out of memory"]
-    # tests/test_faults.py, whose ranks hang, or are killed: ["Timeout (0:10:00)!", "Connection closed by peer"]
+    # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket
+    # view strides"] it needs a GPU: ["CUDA out of memory"] tests/test_faults.py, whose ranks
+    # hang, or are killed: ["Timeout (0:10:00)!", "Connection closed by peer"]
 }
 
 

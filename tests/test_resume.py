@@ -26,7 +26,8 @@ from recipes import ROOT, STEP, changed_copy, in_float64, small
 
 from common import checkpoint as checkpoints
 
-# How often each run is killed. ddp_spawn.py is started as a user does, which takes longest. DEFAULTS has one under MPI.
+# How often each run is killed. ddp_spawn.py is started as a user does, which takes longest.
+# DEFAULTS has one under MPI.
 KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 3, "hvd_gloo": 2}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
@@ -41,7 +42,9 @@ def start(strategy, folder):
 
 
 def forked(strategy):
-    """The strategy whose processes can be forked and that computes the same bits: on two ranks, any sum is a + b."""
+    """The strategy whose processes can be forked and that computes the same bits: on two ranks, any
+    sum is a + b.
+    """
     return "hvd_gloo" if strategy == "hvd_mpi" else strategy
 
 
@@ -88,7 +91,8 @@ def assert_same_run(a, b):
 def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
     flags = (
-        f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs {EPOCHS} --wd 5e-4 "
+        f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs "
+        f"{EPOCHS} --wd 5e-4 "
         f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
     )
     command, quick = (
@@ -112,13 +116,16 @@ def test_kills(strategy, tmp_path):
     assert_same_run(tmp_path / "whole", folder)
 
 
-DEFAULTS = {  # the recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB
+# The recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB.
+DEFAULTS = {
     "cifar10/single.py": "python {}/cifar10/single.py --synthetic 128 -b 32 --checkpoint-every 2",
-    "torchrun": "torchrun --nproc-per-node=2 --standalone {}/cifar10/ddp_launch.py --synthetic 128 -b 16 "
-    "--checkpoint-every 2",
-    "horovodrun": "horovodrun -np 2 python {}/cifar10/hvd.py --synthetic 128 -b 16 --checkpoint-every 2",
-    "imagenet/single.py": "python {}/imagenet/single.py --arch resnet50 --image-size 64 --synthetic 64 -b 16 "
-    "--checkpoint-every 2",
+    "torchrun": "torchrun --nproc-per-node=2 --standalone {}/cifar10/ddp_launch.py "
+    "--synthetic 128 -b 16 --checkpoint-every 2",
+    "horovodrun": (
+        "horovodrun -np 2 python {}/cifar10/hvd.py --synthetic 128 -b 16 --checkpoint-every 2"
+    ),
+    "imagenet/single.py": "python {}/imagenet/single.py --arch resnet50 --image-size 64 "
+    "--synthetic 64 -b 16 --checkpoint-every 2",
 }
 
 
@@ -165,7 +172,10 @@ def test_killed_before_the_first_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(("first", "then"), [("--channels-last", ""), ("", "--channels-last")])
 def test_resumed_with_another_memory_format(first, then, tmp_path):
-    """Momentum is loaded in the memory format of the weights; fused SGD would update others with it."""
+    """Momentum is loaded in the memory format of the weights.
+
+    Fused SGD would update others with it.
+    """
     folder = in_float64(tmp_path, "mnist")
     command = f"python {folder}/single.py --synthetic 640 --device cpu"
     compute(f"{command} {first} --epochs 1 --log-dir first", cwd=tmp_path)
@@ -179,7 +189,10 @@ def test_resumed_with_another_memory_format(first, then, tmp_path):
 
 def test_last_checkpoint_damaged(tmp_path):
     """The previous one is used, and is still there when the next one is saved."""
-    command = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 3 --log-dir log"
+    command = (
+        f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu "
+        "--epochs 3 --log-dir log"
+    )
     compute(command, cwd=tmp_path)
     shutil.copytree(tmp_path / "log", tmp_path / "whole")
     last = tmp_path / "log" / "last.pt"
@@ -197,8 +210,13 @@ def test_last_checkpoint_damaged(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
 def test_warned_and_resumed(strategy, tmp_path):
-    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and status 0."""
-    flags = f"--synthetic {4 * IMAGES} --epochs 12 --model lenet --device cpu --timeout 60 --resume auto"
+    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and
+    status 0.
+    """
+    flags = (
+        f"--synthetic {4 * IMAGES} --epochs 12 --model lenet --device cpu --timeout 60 "
+        "--resume auto"
+    )
     command, quick = (
         f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
     )
@@ -238,8 +256,14 @@ STATUS = {
 @pytest.mark.timeout(600 + 60 * MOMENTS)
 @pytest.mark.parametrize("strategy", STATUS)
 def test_told_to_stop_at_any_moment(strategy, tmp_path):
-    """SIGTERM to the launcher alone; after the start no step is lost, and --resume auto takes the run up each time."""
-    flags = f"--synthetic 19200 --epochs {3 + MOMENTS} --model lenet --device cpu --test-batch-size 10 --resume auto"
+    """SIGTERM to the launcher alone.
+
+    After the start no step is lost, and --resume auto takes the run up each time.
+    """
+    flags = (
+        f"--synthetic 19200 --epochs {3 + MOMENTS} --model lenet --device cpu "
+        "--test-batch-size 10 --resume auto"
+    )
     command, quick = (
         f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
     )
@@ -268,7 +292,8 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         ):
             continue  # its launcher has killed it
         if "world size" not in output:
-            # horovodrun --gloo ends with 0 when it stops ranks that have just been started, whose shells say so
+            # horovodrun --gloo ends with 0 when it stops ranks that have just been started, whose
+            # shells say so
             assert status != 0 or (strategy == "hvd_gloo" and "Terminated" in output), (
                 "nothing has begun"
             )
@@ -297,7 +322,9 @@ def test_killed_in_an_evaluation(two_epochs, tmp_path):
 
 
 def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
-    """Stopped at random samples: together they use each sample once, and end where one process ends."""
+    """Stopped at random samples: together they use each sample once, and end where one process
+    ends.
+    """
     line = (
         "            import os, signal\n"
         "            k = (position.samples - train.sampler.start) // world_size\n"
@@ -310,12 +337,16 @@ def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
     in_float64(
         tmp_path, "mnist", "ddp_launch.py", STEP, STEP + line
     )  # 50 steps in float32 let rounding grow to 1e-3
-    flags = "--synthetic 1200 --epochs 1 --model lenet --global-batch-size 24 --device cpu --log-interval 1"
+    flags = (
+        "--synthetic 1200 --epochs 1 --model lenet --global-batch-size 24 --device cpu "
+        "--log-interval 1"
+    )
     compute(f"python mnist/single.py {flags} --log-dir whole", cwd=tmp_path)
     draw = random.Random(random_seed())
     for size, step in zip((4, 2, 1, 3), [*sorted(draw.sample(range(49), 3)), 50], strict=True):
         compute(
-            f"torchrun --standalone --nproc-per-node={size} mnist/ddp_launch.py {flags} --log-dir part "
+            f"torchrun --standalone --nproc-per-node={size} mnist/ddp_launch.py {flags} "
+            "--log-dir part "
             "--resume auto",
             cwd=tmp_path,
             STOP_AT=str(24 * step),
@@ -362,7 +393,8 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
 
 @pytest.mark.parametrize("recipe", ["ddp_launch.py", "fsdp.py"])
 def test_from_launcher_to_launcher(recipe, tmp_path):
-    """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun again.
+    """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun
+    again.
 
     All but the last stop within an epoch; together the four train like one undisturbed run.
     """
@@ -376,7 +408,10 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     for name in (recipe, "hvd.py"):
         path = tmp_path / "mnist" / name
         path.write_text(path.read_text().replace(STEP, STEP + stops))
-    flags = "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu --log-interval 1"
+    flags = (
+        "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu "
+        "--log-interval 1"
+    )
     torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/{recipe} -b 32 {flags}"
     compute(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
     # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
@@ -407,7 +442,7 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
 
 
 def test_rate_on_another_number_of_processes(tmp_path):
-    """--scale-lr linear: after the resume, the rates are those of a run that always had this number of processes."""
+    """--scale-lr linear: after the resume, the rates are those of a run on as many processes."""
     flags = "-b 32 --synthetic 192 --model lenet --device cpu"
     compute(
         f"python {ROOT}/mnist/ddp_spawn.py -g 3 {flags} --epochs 1 --log-dir part", cwd=tmp_path
@@ -427,7 +462,7 @@ def test_rate_on_another_number_of_processes(tmp_path):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_each_machine_reads_the_checkpoint(copied, tmp_path):
-    """Two machines with folders of their own: with copies they go on, without they end and say why."""
+    """Two machines with own folders: with copies they go on, without they end and say why."""
     for machine in ("first", "second"):
         (tmp_path / machine).mkdir()
     common = (

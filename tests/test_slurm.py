@@ -12,21 +12,31 @@ from recipes import ROOT
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
 JOBS = [file for file in FILES if "#SBATCH --nodes" in file.read_text()]
-# Two epochs of two steps of 32 images: rounding grows from step to step, and after few steps the bound can be tight
+# Two epochs of two steps of 32 images: rounding grows from step to step, and after few steps the
+# bound can be tight
 TRAINING = "--synthetic 64 --epochs 2 --model lenet --wd 5e-4 --warmup-epochs 0 --device cpu"
 SIZE = f"{TRAINING} --batch-size 8 --lr 0.01"  # on four processes
 TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
 LAUNCHES = {
     "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
-    "ddp on one node": "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
+    "ddp on one "
+    "node": "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
     f"{TRAINING} --batch-size 16 --lr 0.02",
-    "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py "
-    f"{SIZE}",
+    "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 "
+    f"slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py {SIZE}",
     "fsdp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/fsdp.py {SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
-    "hvd mpirun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
-    "hvd srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
-    "single": f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr 0.04",
+    "hvd mpirun": (
+        f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh "
+        f"mnist/hvd.py {SIZE}"
+    ),
+    "hvd srun": (
+        f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh "
+        f"mnist/hvd.py {SIZE}"
+    ),
+    "single": (
+        f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr 0.04"
+    ),
 }
 
 
@@ -62,7 +72,10 @@ def test_launch(name, cluster, one_process, tmp_path):
 
 
 def test_array_and_its_table(cluster, tmp_path):
-    flags = "--cpus-per-task=1 --array=0-1 slurm/array.sh mnist/single.py --synthetic 320 --epochs 2 --model lenet"
+    flags = (
+        "--cpus-per-task=1 --array=0-1 slurm/array.sh mnist/single.py --synthetic 320 "
+        "--epochs 2 --model lenet"
+    )
     for environment, name, values in (
         ({}, "seed", "01"),
         ({"RATES": "0.01 0.03"}, "lr", ("0.01", "0.03")),
@@ -159,9 +172,11 @@ def test_two_machines_without_slurm(name, cluster, tmp_path):
     """The README's lines for two machines, one started on each, here with one process."""
     link_repository(tmp_path)
     lines = {
-        "torchrun": "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
-        "cifar10/ddp_launch.py",
-        "ddp_spawn": "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr {}",
+        "torchrun": "torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d "
+        "--rdzv-endpoint=node1:29500 cifar10/ddp_launch.py",
+        "ddp_spawn": (
+            "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr {}"
+        ),
     }
     line = f"{lines[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log"
     here = f"cd {tmp_path}; export PATH={cluster.environment['PATH']};"
