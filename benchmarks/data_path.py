@@ -1,33 +1,37 @@
-"""Time the recipes' input pipeline against the usual one, which opens, converts and normalises one image at a time.
+"""Time the recipes' input pipeline against the usual one, which handles one image at a time.
 
     OMP_NUM_THREADS=1 python benchmarks/data_path.py --data-dir data
 
-For each data set the pipelines alternate: a pass over the training images without a model, then an epoch by the
-recipe's own train_one_epoch, with the same model (ConvNet), batch size and threads. Prints the seconds of each run and
-the median of the ratios. Needs the real images; both pipelines run on the CPU, in one process, without workers.
+For each data set the pipelines alternate: a pass over the training images without a model, then an
+epoch by the recipe's own fit(), with the same model (ConvNet), batch size and threads. Prints the
+seconds of each run and the median of the ratios. Needs the real images; both pipelines run on the
+CPU, in one process, without workers.
 """
 
-import runpy
+import contextlib
+import io
 import statistics
 import sys
+import tempfile
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
+import runs
 import torch
 import torchvision
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "cifar10")]  # also for what CIFAR-10's recipe imports
+sys.path[1:1] = [str(runs.ROOT / "mnist"), str(runs.ROOT / "cifar10")]
+import runpy
+
 import cifar
-from common import datasets, flags
-from common.data import DataObject, EpochSampler
-from common.run import Run
+import digits
+from common import flags
 
 
 class AnyCIFAR10(torchvision.datasets.CIFAR10):
-    """torchvision's, without checking the original's digests: images that went through JPEG have others."""
+    """torchvision's, without checking the original's digests: JPEG-decoded images have others."""
 
     def _check_integrity(self):
         return True
@@ -36,62 +40,99 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
         pass
 
 
-class TutorialLoader(DataLoader):
-    """A DataLoader with the `waited` of a DataObject."""
+class Timed:
+    """A loader that notes the seconds from its first batch to the end of the last step."""
 
-    waited = 0.0
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        began = time.perf_counter()
+        yield from self.loader
+        self.seconds = time.perf_counter() - began
 
 
-def usual(args):
-    """The pipeline of a tutorial: torchvision's dataset, its transforms image by image, a DataLoader."""
+def usual(args, normalise):
+    """The pipeline of a tutorial: torchvision's dataset and transforms, a DataLoader."""
+    convert = [
+        transforms.ToTensor(),
+        transforms.Normalize(normalise.mean, normalise.std),
+    ]
     if args.dataset == "mnist":
-        convert = [transforms.ToTensor(), transforms.Normalize(*datasets.MNIST_MEAN_STD)]
-        images = torchvision.datasets.MNIST(args.data_dir, transform=transforms.Compose(convert))
+        pipeline = transforms.Compose(convert)
+        images = torchvision.datasets.MNIST(args.data_dir, transform=pipeline)
     else:
-        convert = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(),
-                   transforms.ToTensor(), transforms.Normalize(*cifar.MEAN_STD)]
-        images = AnyCIFAR10(args.data_dir, transform=transforms.Compose(convert))
-    return TutorialLoader(images, args.batch_size, shuffle=True, drop_last=True)
+        crop = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        images = AnyCIFAR10(args.data_dir, transform=transforms.Compose([*crop, *convert]))
+    return DataLoader(images, args.batch_size, shuffle=True, drop_last=True)
 
 
-def seconds_of_a_pass(args, recipe, batches):
+def seconds_of_a_pass(args, recipe, data, loader):
+    """Read the loader once."""
     start = time.perf_counter()
-    for _ in batches:
+    for _ in loader:
         pass
     return time.perf_counter() - start
 
 
-def seconds_of_an_epoch(args, recipe, batches):
-    model = cifar.MODELS[args.model](*((1, 28) if args.dataset == "mnist" else (3, 32)))
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum)
-    run = Run(args, "benchmark", torch.device("cpu"), {"model": model, "optimizer": optimizer}, args.lr)
-    run.output.writes = False  # no checkpoints
-    return recipe["train_one_epoch"](model, batches, optimizer, args.lr, run)["seconds"]
+def seconds_of_an_epoch(args, recipe, data, loader):
+    """Train for an epoch with the recipe's fit()."""
+    train, val = data
+    train.loader = Timed(loader)
+    device = torch.device("cpu")
+    model = recipe.module.build("convnet")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)
+    with (
+        tempfile.TemporaryDirectory() as args.log_dir,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        recipe.fit(args, device, train, val, model, optimizer, 0.01, [])
+    return train.loader.seconds
 
 
 def main():
     parser = flags.Parser(__doc__)
-    parser.add_argument("--data-dir", default="data", metavar="DIR", help="where the real images are")
-    parser.add_argument("--repeats", type=flags.COUNT, default=3, metavar="N", help="runs of each pipeline")
+    parser.add_argument("--data-dir", default="data", metavar="DIR", help="with the real images")
+    parser.add_argument("--repeats", type=flags.positive_int, default=3, help="runs of each")
     given = parser.parse_args()
-    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {torch.get_num_threads()} threads")
-    for name, load in (("mnist", datasets.mnist), ("cifar10", cifar.load)):
-        recipe = runpy.run_path(str(ROOT / name / "single.py"))
-        sys.argv[1:] = ["--model", "convnet", "--data-dir", given.data_dir, "--device", "cpu"]
-        args = recipe["parse_args"]()
-        train_set, _ = load(args)
-        sampler = EpochSampler(len(train_set), args.batch_size, args.seed)
-        ours, theirs = DataObject(train_set, sampler, args.batch_size, torch.device("cpu")), usual(args)
-        for what, measure in (("pass over the data", seconds_of_a_pass), ("epoch of training", seconds_of_an_epoch)):
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {threads} threads")
+    for name, module in (("mnist", digits), ("cifar10", cifar)):
+        script = runpy.run_path(str(runs.ROOT / name / "single.py"))
+        recipe = SimpleNamespace(**script, module=module)
+        flags_of_recipe = f"--model convnet --device cpu --epochs 1 --data-dir {given.data_dir}"
+        sys.argv[1:] = flags_of_recipe.split()
+        args = recipe.parse_args()
+        data = recipe.load_data(args, torch.device("cpu"))
+        ours = data[0].loader
+        # Its images are normalised by the recipe's step; here in the loader, as usual.
+        normalise = module.normalise
+        theirs = usual(args, normalise)
+        for what, measure in (
+            ("pass over the data", seconds_of_a_pass),
+            ("epoch of training", seconds_of_an_epoch),
+        ):
             pairs = []
             for epoch in range(given.repeats):
-                sampler.set_epoch(epoch)
-                pairs.append((measure(args, recipe, theirs), measure(args, recipe, ours)))
-            runs = ", ".join(f"{usual_seconds:.2f}/{our_seconds:.3f}" for usual_seconds, our_seconds in pairs)
-            ratio = statistics.median(usual_seconds / our_seconds for usual_seconds, our_seconds in pairs)
-            print(f"{name}, batch {args.batch_size}, {what}: {ratio:.2f} times as fast (usual/this, s: {runs})",
-                  flush=True)
+                data[0].sampler.set_epoch(epoch)
+                module.normalise = keep
+                usual_seconds = measure(args, recipe, data, theirs)
+                module.normalise = normalise
+                pairs.append((usual_seconds, measure(args, recipe, data, ours)))
+            each = ", ".join(f"{usual:.2f}/{mine:.3f}" for usual, mine in pairs)
+            ratio = statistics.median(usual / mine for usual, mine in pairs)
+            print(
+                f"{name}, batch {args.batch_size}, {what}: {ratio:.2f} times as fast "
+                f"(usual/this, s: {each})",
+                flush=True,
+            )
+
+
+def keep(images):
+    """In place of normalise(): the usual pipeline has done it."""
+    return images
 
 
 if __name__ == "__main__":
-    main()
+    with runs.plain_exits():
+        main()

@@ -1,14 +1,18 @@
-"""Measure the time per step that a recipe adds to its model: data, metrics, schedule, position and the stop flag.
+"""Measure the time per step that a recipe adds to its model: data, metrics, schedule, position,
+log.
 
     python benchmarks/host_time.py
 
-On a GPU this is time in which Python starts no kernel. mnist/single.py's train_one_epoch with LeNet and a batch of 8 is
-compared with a bare loop over one batch, in turns, on one thread of the CPU.
+On a GPU this is time in which Python starts no kernel. The fit() of mnist/single.py with LeNet and
+a batch of 8 is compared with a bare loop over one batch, in turns, on one thread of the CPU.
 """
 
+import contextlib
 import importlib.util
+import io
 import statistics
 import sys
+import tempfile
 import time
 from unittest import mock
 
@@ -16,12 +20,10 @@ import runs
 import torch
 import torch.nn.functional as F
 
-from common import flags, models
-from common.data import DataObject, EpochSampler
-from common.datasets import mnist
-from common.run import Run
+from common import flags
 
 BATCH = 8
+sys.path.insert(1, str(runs.ROOT / "mnist"))
 
 
 def bare_loop(model, optimizer, images, labels, steps):
@@ -34,38 +36,56 @@ def bare_loop(model, optimizer, images, labels, steps):
     return (time.perf_counter() - began) / steps
 
 
+class Timed:
+    """A loader that notes when its first batch is asked for, and when its last is used up."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        self.began = time.perf_counter()
+        yield from self.loader
+        self.seconds = time.perf_counter() - self.began
+
+
 def main():
-    parser = runs.flags.Parser(__doc__)
-    parser.add_argument("--repeats", type=flags.COUNT, default=100, metavar="N", help="turns (default: %(default)s)")
-    parser.add_argument("--epoch", type=flags.COUNT, default=200, metavar="STEPS", help="(default: %(default)s)")
+    parser = flags.Parser(__doc__)
+    parser.add_argument("--repeats", type=flags.positive_int, default=100, help="turns")
+    parser.add_argument("--epoch", type=flags.positive_int, default=200, metavar="STEPS")
     mine = parser.parse_args()
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("single", runs.ROOT / "mnist" / "single.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    with mock.patch.object(sys, "argv", ["", "--synthetic", str(BATCH * mine.epoch), "--model", "lenet", "--dry-run",
-                                         "--device", "cpu", "--epochs", "1000"]):
+    command = f"single.py --synthetic {BATCH * mine.epoch} -b {BATCH} --model lenet --epochs 1"
+    with mock.patch.object(sys, "argv", command.split()):
         args = recipe.parse_args()
-    device = flags.pick_device(args)
-    train = DataObject(mnist(args)[0], EpochSampler(BATCH * mine.epoch, BATCH, 0), BATCH, device)
-    model = flags.to_device(models.LeNet(1, 28), args, device).train()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, fused=True)
-    args.batch_size = BATCH
-    run = Run(args, "one device", device, {"model": model, "optimizer": optimizer}, 1e-3)
-    args.dry_run = False  # it would stop after a step
-    images, labels = next(iter(train))
-    differences, times = [], []
-    for epoch in range(mine.repeats):
-        train.sampler.set_epoch(epoch)
+    device = torch.device("cpu")
+    train, val = recipe.load_data(args, device)
+    train.loader = Timed(train.loader)
+    model = recipe.digits.build("lenet").train()
+    images, labels = next(iter(train.loader.loader))
+    images = recipe.digits.normalise(images)
+    differences = []
+    times = []
+    for _ in range(mine.repeats):
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, fused=True)
         bare = bare_loop(model, optimizer, images, labels, mine.epoch)
-        began = time.perf_counter()
-        recipe.train_one_epoch(model, train, optimizer, 1e-3, run)
-        times.append((time.perf_counter() - began) / mine.epoch)
+        with (
+            tempfile.TemporaryDirectory() as args.log_dir,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            recipe.fit(args, device, train, val, model, optimizer, 1e-3, [])
+        times.append(train.loader.seconds / mine.epoch)
         differences.append(times[-1] - bare)
     low, median, high = (quartile * 1e6 for quartile in statistics.quantiles(differences, n=4))
-    print(f"a step of the recipe takes {statistics.median(times) * 1e6:.0f} us, {median:.0f} us more than a bare loop "
-          f"(half of {mine.repeats} turns of {mine.epoch} steps: {low:.0f} to {high:.0f})")
+    print(
+        f"a step of the recipe takes {statistics.median(times) * 1e6:.0f} us, {median:.0f} us more "
+        f"than a bare loop (half of {mine.repeats} turns of {mine.epoch} steps: "
+        f"{low:.0f} to {high:.0f})"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    with runs.plain_exits():
+        main()

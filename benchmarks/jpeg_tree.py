@@ -1,9 +1,11 @@
-"""Make a tree of JPEG files as costly to decode as ImageNet's photographs: about 500x375 pixels and 110 KB each.
+"""Make a tree of JPEG files as costly to decode as ImageNet's photographs: about 500x375 pixels and
+110 KB each.
 
     python benchmarks/jpeg_tree.py DIR --images 400
 
-Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close to grey; so do
-these. The quality of each is the highest that keeps it below 115 KB. DIR/train and DIR/val have four classes each.
+Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close
+to grey; so do these. The quality of each is the highest that keeps it below 115 KB. DIR/train and
+DIR/val have four classes each.
 """
 
 import argparse
@@ -38,7 +40,10 @@ def encoded(image):
 
 
 def make(folder, images):
-    """Fill `folder`/train with `images` images, `folder`/val with a fifth as many; returns the mean size in bytes."""
+    """Fill `folder`/train with `images` images, `folder`/val with a fifth as many.
+
+    Returns the mean size in bytes.
+    """
     generator, sizes = np.random.default_rng(0), []
     for split, count in (("train", images), ("val", images // 5)):
         for number in range(count):
@@ -50,13 +55,18 @@ def make(folder, images):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--images", type=int, default=400, help="for training (default: 400)")
     args = parser.parse_args()
     mean = make(args.folder, args.images)
-    print(f"{args.images} images for training and {args.images // 5} for validation in {args.folder}, "
-          f"{WIDTH}x{HEIGHT} pixels, {mean / 1000:.0f} KB on average")
+    print(
+        f"{args.images} images for training and {args.images // 5} for validation in "
+        f"{args.folder}, "
+        f"{WIDTH}x{HEIGHT} pixels, {mean / 1000:.0f} KB on average"
+    )
 
 
 if __name__ == "__main__":

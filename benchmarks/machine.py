@@ -12,7 +12,9 @@ import torch
 
 
 def versions():
-    """The versions of Python, of the installed packages, and of the libraries under torch and Horovod."""
+    """The versions of Python, of the installed packages, and of the libraries under torch and
+    Horovod.
+    """
     found = {"python": platform.python_version()}
     for package in ("torch", "torchvision", "horovod", "apex"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -27,7 +29,10 @@ def versions():
 
 
 def commit(folder=Path(__file__).parent):
-    """The commit of the repository that holds `folder`; -dirty if files other than results differ from it."""
+    """The commit of the repository that holds `folder`.
+
+    -dirty if files other than results differ from it.
+    """
 
     def git(*words):
         return subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True)

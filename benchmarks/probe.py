@@ -3,9 +3,9 @@
     python benchmarks/probe.py mnist/single.py --synthetic
     torchrun --nproc-per-node=1 benchmarks/probe.py mnist/ddp_launch.py --synthetic
 
-steps_per_sec leaves out the first ten steps; waits are the lines at which Python waited for the GPU in the other steps,
-as torch.cuda.set_sync_debug_mode reports them; peak_memory is in GiB. SEARCH=0 turns off cudnn.benchmark, and
-NVIDIA_TF32_OVERRIDE=0 (NVIDIA's own variable) TF32.
+steps_per_sec leaves out the first ten steps; waits are the lines at which Python waited for the GPU
+in the other steps, as torch.cuda.set_sync_debug_mode reports them; peak_memory is in GiB. SEARCH=0
+turns off cudnn.benchmark, and NVIDIA_TF32_OVERRIDE=0 (NVIDIA's own variable) TF32.
 """
 
 import collections
@@ -22,11 +22,12 @@ import torch.optim.optimizer as optimizer
 
 WARM = 10  # steps in which memory is allocated and models are compiled
 
-waits, since_step, times, calls = [], [], [], itertools.count()  # since_step: the waits since the last step
+# Since_step: the waits since the last step.
+waits, since_step, times, calls = [], [], [], itertools.count()
 
 
 def now():
-    """The time when the GPU has done what it was given so far: an event, or without a GPU seconds."""
+    """The time when the GPU has done what it was given: an event, or without a GPU seconds."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -68,9 +69,17 @@ if __name__ == "__main__":
     warnings.showwarning = count
     optimizer.register_optimizer_step_post_hook(after_step)
     if os.environ.get("SEARCH") == "0":
-        type(torch.backends.cudnn).benchmark = False  # an attribute now: what the recipe sets does not reach cuDNN
+        # An attribute now: what the recipe sets does not reach cuDNN.
+        type(torch.backends.cudnn).benchmark = False
     runpy.run_path(sys.argv[0], run_name="__main__")
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps({"steps": len(times), "steps_per_sec": (len(times) - WARM) / seconds(),
-                          "waits": collections.Counter(waits),
-                          "peak_memory": torch.cuda.max_memory_allocated() / 2**30}))
+        print(
+            json.dumps(
+                {
+                    "steps": len(times),
+                    "steps_per_sec": (len(times) - WARM) / seconds(),
+                    "waits": collections.Counter(waits),
+                    "peak_memory": torch.cuda.max_memory_allocated() / 2**30,
+                }
+            )
+        )

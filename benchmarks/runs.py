@@ -1,4 +1,6 @@
-"""Start recipes as a user does, and read their results: shared by the benchmarks that compare recipes."""
+"""Start recipes as a user does, and read their results: shared by the benchmarks that compare
+recipes.
+"""
 
 import contextlib
 import datetime
@@ -23,25 +25,37 @@ import torch
 
 from benchmarks import machine
 from common import flags
-from common.processes import fail
+from common.errors import InputError, RunError
 
 WIDE = 0.1  # tables mark figures with a larger spread: (largest - smallest) / median
-TITLES = {"single": "one process", "independent": "independent processes",
-          "ddp_spawn": "DDP, mp.spawn", "ddp_launch": "DDP, torchrun", "ddp_pinned": "DDP, pinned",
-          "hvd_gloo": "Horovod, Gloo", "hvd_mpi": "Horovod, MPI", "hvd_nccl": "Horovod, NCCL"}
-COLORS = dict(zip(TITLES, ("#444444", "#999999", "#56b4e9", "#0072b2", "#000000", "#d55e00", "#cc79a7", "#009e73"),
-                  strict=True))
+TITLES = {
+    "single": "one process",
+    "independent": "independent processes",
+    "ddp_spawn": "DDP, mp.spawn",
+    "ddp_launch": "DDP, torchrun",
+    "ddp_pinned": "DDP, pinned",
+    "hvd_gloo": "Horovod, Gloo",
+    "hvd_mpi": "Horovod, MPI",
+    "hvd_nccl": "Horovod, NCCL",
+}
+COLORS = dict(
+    zip(
+        TITLES,
+        ("#444444", "#999999", "#56b4e9", "#0072b2", "#000000", "#d55e00", "#cc79a7", "#009e73"),
+        strict=True,
+    )
+)
 
 
 def command(strategy: str, processes: int, folder: Path) -> str:
-    """The command line that starts the recipe for `strategy` in `folder`, with that many processes."""
+    """The command line that starts a strategy's recipe in `folder`, with that many processes."""
     return {
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
         "fsdp": f"torchrun --standalone --nproc-per-node={processes} {folder}/fsdp.py",
-        "ddp_pinned": f"torchrun --standalone --nproc-per-node={processes} --no-python {ROOT}/scripts/pin.sh "
-                      f"{folder}/ddp_launch.py",
+        "ddp_pinned": f"torchrun --standalone --nproc-per-node={processes} --no-python "
+        f"{ROOT}/scripts/pin.sh {folder}/ddp_launch.py",
         "ddp_amp": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_amp.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
         "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
@@ -53,26 +67,43 @@ def available() -> list[str]:
     """The strategies that this machine can run."""
     there = ["single", "independent", "ddp_spawn", "ddp_launch"]
     there += ["ddp_pinned"] * (not torch.cuda.is_available())
-    with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):  # Horovod prints what it lacks
+    # Horovod prints what it lacks.
+    with contextlib.suppress(ImportError), contextlib.redirect_stdout(io.StringIO()):
         import horovod.torch as hvd
 
-        there += ["hvd_gloo"] * bool(hvd.gloo_built()) + ["hvd_mpi"] * bool(hvd.mpi_built() and shutil.which("mpirun"))
+        there += ["hvd_gloo"] * bool(hvd.gloo_built()) + ["hvd_mpi"] * bool(
+            hvd.mpi_built() and shutil.which("mpirun")
+        )
         there += ["hvd_nccl"] * bool(hvd.nccl_built() and torch.cuda.is_available())
     return there
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of what a benchmark starts: this Python, `threads` threads per process, MPI also as root."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    """The environment of what a benchmark starts: this Python, `threads` threads per process, MPI
+    also as root.
+    """
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
 
 
 def start(line: str, threads: int, stdout=None) -> subprocess.Popen:
-    """Start a command line with `threads` threads per process; its output is kept, or goes to the file `stdout`."""
+    """Start a command line with `threads` threads per process.
+
+    Its output is kept, or goes to the file `stdout`.
+    """
     printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `finish` reads it
-    process = subprocess.Popen(line.split(), stdin=subprocess.DEVNULL, stdout=stdout or printed, stderr=printed,
-                               env=environment(threads))
+    process = subprocess.Popen(
+        line.split(),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout or printed,
+        stderr=printed,
+        env=environment(threads),
+    )
     process.printed = printed
     return process
 
@@ -88,52 +119,96 @@ def finish(process: subprocess.Popen) -> None:
     if status:
         process.printed.seek(0)
         last = [line for line in process.printed.read().splitlines() if line.strip()][-1:]
-        fail(f"{' '.join(process.args)} ended with status {status} ({' '.join(last)[:300]})", status=1)
+        command = " ".join(process.args)
+        raise RunError(f"{command} ended with status {status} ({' '.join(last)[:300]})")
 
 
 def measure(setting: dict, threads: int, options: str = "", profile: bool = False) -> dict:
     """Run the recipe of a `setting` once, and return its figures.
 
-    A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per epoch), epochs. The
-    figures are images_per_sec in training (the median over all epochs but the first), global_batch, and with `profile`
-    the parts of a step in seconds.
+    A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per
+    epoch), epochs. The figures are images_per_sec in training (the median over all epochs but the
+    first), global_batch, and with `profile` the parts of a step in seconds.
     """
     processes, dataset = setting["processes"], setting["dataset"]
     alone = setting["strategy"] == "independent"
     images = setting["batch"] * setting["steps"] * (1 if alone else processes)
     line = command("single" if alone else setting["strategy"], processes, ROOT / dataset)
-    line += (f" --model {setting['model']} -b {setting['batch']} --synthetic {images} --epochs {setting['epochs']}"
-             f" --lr 0.001 {options}")
+    line += (
+        f" --model {setting['model']} -b {setting['batch']} --synthetic {images} --epochs "
+        f"{setting['epochs']}"
+        f" --lr 0.001 {options}"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [start(f"{line} --log-dir {folder}/{k}" + " --profile" * profile, threads)
-                for k in range(processes if alone else 1)]
+        jobs = [
+            start(f"{line} --log-dir {folder}/{k}" + " --profile" * profile, threads)
+            for k in range(processes if alone else 1)
+        ]
         for job in jobs:
             finish(job)
-        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*/results.json"))]
+        results = [epochs_of(path) for path in sorted(Path(folder).iterdir())]
         split = profile and parts(next(Path(folder).glob("0/trace*")))
-    rates = [[epoch["train"]["images_per_sec"] for epoch in result["epochs"]] for result in results]
-    return {"images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates), "split": split,
-            "global_batch": setting["batch"] * results[0]["world_size"]}
+    rates = [[epoch["train"]["images_per_sec"] for epoch in epochs] for epochs in results]
+    return {
+        "images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates),
+        "split": split,
+        "global_batch": setting["batch"] * (1 if alone else processes),
+    }
+
+
+def epochs_of(log_dir: Path) -> list[dict]:
+    """[{"epoch", "train": figures, "val": figures}] of a run, from its results.jsonl."""
+    path = Path(log_dir, "results.jsonl")
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    epochs = []
+    for line in lines:
+        if line["event"] == "evaluation":
+            figures = {"epoch": line["epoch"], "train": {}, "val": {}}
+            for name, value in line.items():
+                kind, _, short = name.partition("/")
+                if short:
+                    figures["val" if kind == "val" else "train"][short] = value
+            epochs.append(figures)
+    return epochs
+
+
+@contextlib.contextmanager
+def plain_exits():
+    """Let an InputError or RunError end a benchmark with one line."""
+    try:
+        yield
+    except (InputError, RunError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(error.status)
 
 
 def events_of(trace: Path) -> list[dict]:
-    """The events with a duration (name, ts, dur in microseconds) of a trace that --profile wrote."""
-    return [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+    """The events with a duration (name, ts, dur in microseconds) of a trace of --profile."""
+    return [
+        event
+        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        if event["ph"] == "X"
+    ]
 
 
 def parts(trace: Path) -> dict[str, float]:
-    """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a CPU.
+    """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a
+    CPU.
 
-    data: from the first index_select, which slices the images, to zero_grad. forward: from there to the first operation
-    of backward. communication: what backward does not hide, from its last operation to the optimizer's own step.
-    other: the rest, such as metrics and the ranks' agreement to stop. (On a GPU these would be host times.)
+    data: from the first index_select, which slices the images, to zero_grad. forward: from there to
+    the first operation of backward. communication: what backward does not hide, from its last
+    operation to the optimizer's own step. other: the rest, such as metrics and the ranks' agreement
+    to stop. (On a GPU these would be host times.)
     """
     events = events_of(trace)
 
     def within(name, start, end):
         """The (start, end) of the events that have this prefix and start in this interval."""
-        return sorted((e["ts"], e["ts"] + e["dur"]) for e in events
-                      if e["name"].startswith(name) and start <= e["ts"] < end)
+        return sorted(
+            (e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e["name"].startswith(name) and start <= e["ts"] < end
+        )
 
     found = []
     for start, end in within("ProfilerStep#", 0, math.inf):
@@ -143,9 +218,13 @@ def parts(trace: Path) -> dict[str, float]:
         zero_grad, _ = within("Optimizer.zero_grad", start, end)[0]
         first, last = backward[0][0], max(end for _, end in backward)
         optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's step contains it
-        split = {"data": zero_grad - within("aten::index_select", start, zero_grad)[0][0],
-                 "forward": first - zero_grad, "backward": last - first, "communication": optimizer[0] - last,
-                 "optimizer": optimizer[1] - optimizer[0]}
+        split = {
+            "data": zero_grad - within("aten::index_select", start, zero_grad)[0][0],
+            "forward": first - zero_grad,
+            "backward": last - first,
+            "communication": optimizer[0] - last,
+            "optimizer": optimizer[1] - optimizer[0],
+        }
         found.append({**split, "other": end - start - sum(split.values())})
     return {name: statistics.median(split[name] for split in found) / 1e6 for name in found[0]}
 
@@ -157,24 +236,34 @@ def marked(values: list[float], form: str = "{:,.0f}") -> str:
     return form.format(median) + (f" (!{spread:.0%})" if spread > WIDE else "")
 
 
-MARK = f"(!N%): the repetitions of this figure differ by N% of their median, which is more than {WIDE:.0%}."
+MARK = (
+    "(!N%): the repetitions of this figure differ by N% of their median, which is more than "
+    f"{WIDE:.0%}."
+)
 
 
 def about(arguments) -> dict:
     """How, on what hardware, when and at which commit of this repository a result was measured."""
     count = torch.cuda.device_count()
     gpus = f"{count} x {machine.hardware(torch.device('cuda', 0))}" if count else "no GPU"
-    return {"command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-            "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
-            "threads": arguments.threads, "versions": machine.versions(),
-            "commit": machine.commit(), "date": str(datetime.date.today())}
+    return {
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "hardware": f"{os.cpu_count()} cores of an {machine.cpu()}, {gpus}",
+        "threads": arguments.threads,
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "date": str(datetime.date.today()),
+    }
 
 
 def heading(result: dict) -> str:
     """The same, as a line for a page."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return (f"`{result['command']}`; {result['hardware']}, {result['threads']} thread(s) per process; {versions}; "
-            f"commit {result['commit']}, {result['date']}.")
+    return (
+        f"`{result['command']}`; {result['hardware']}, {result['threads']} thread(s) per "
+        f"process; {versions}; "
+        f"commit {result['commit']}, {result['date']}."
+    )
 
 
 def table(names: list[str], rows: list, left: int = 1) -> str:
@@ -185,18 +274,35 @@ def table(names: list[str], rows: list, left: int = 1) -> str:
 
 def add_device(p: flags.Parser) -> None:
     """The flag for the device of the recipes."""
-    p.add_argument("--device", choices=("auto", "cpu"), default="auto" if torch.cuda.device_count() > 1 else "cpu",
-                   help="auto: one GPU per process, if there are several")
+    p.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto" if torch.cuda.device_count() > 1 else "cpu",
+        help="auto: one GPU per process, if there are several",
+    )
 
 
 def parser(doc: str, repeats: int) -> flags.Parser:
     """The flags of all these benchmarks."""
     p = flags.Parser(doc)
-    p.add_argument("--repeats", type=flags.COUNT, default=repeats, metavar="N",
-                   help="repetitions of each run; they alternate (default: %(default)s)")
-    p.add_argument("--threads", type=flags.COUNT, default=1, metavar="N", help="threads per process, on the CPU")
+    p.add_argument(
+        "--repeats",
+        type=flags.positive_int,
+        default=repeats,
+        metavar="N",
+        help="repetitions of each run; they alternate",
+    )
+    p.add_argument(
+        "--threads",
+        type=flags.positive_int,
+        default=1,
+        metavar="N",
+        help="threads per process, on the CPU",
+    )
     add_device(p)
-    p.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="folder for the results")
+    p.add_argument(
+        "--out", type=Path, default=RESULTS, metavar="DIR", help=("folder for the results")
+    )
     return p
 
 
@@ -215,10 +321,21 @@ def figure(columns: int, width: float = 6, height: float = 4) -> tuple:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "recipes", "svg.fonttype": "none", "font.family": "sans-serif",
-                         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-                         "legend.frameon": False})
-    return plt.subplots(1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False)
+    plt.rcParams.update(
+        {
+            "svg.hashsalt": "recipes",
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "legend.frameon": False,
+        }
+    )
+    return plt.subplots(
+        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False
+    )
 
 
 def save_figure(fig, arguments, name: str) -> None:

@@ -123,13 +123,17 @@ class Log:
             return
         self.bar.close()
         seconds, rate = self._seconds_and_rate(position)
-        self.speed = {f"perf/{self.unit}_per_sec": rate, "perf/data_wait": waited / seconds}
+        self.speed = {
+            f"perf/{self.unit}_per_sec": rate,
+            "perf/data_wait": waited / seconds,
+            "perf/seconds": seconds,
+        }
 
     def evaluation(self, position: Position, line: str, train: dict, val: dict) -> None:
         """Print `line` and the speed of training, and log the results `train` and `val`."""
         if self.quiet:
             return
-        rate, data_wait = self.speed.values()
+        rate, data_wait, _ = self.speed.values()
         print(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait", flush=True)
         figures = {f"train/{name}": value for name, value in train.items()}
         figures |= {f"val/{name}": value for name, value in val.items()}

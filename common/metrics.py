@@ -15,7 +15,8 @@ class Sums:
     """
 
     def __init__(self, device: torch.device, *names: str, **shapes: tuple[int, ...]):
-        self.shapes = dict.fromkeys(names, ()) | shapes
+        # "stop" counts the ranks that were asked to stop: it travels with the sums.
+        self.shapes = {**dict.fromkeys(names, ()), **shapes, "stop": ()}
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         # Apple's GPUs have no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -31,13 +32,18 @@ class Sums:
     def reset(self) -> None:
         """Begin again at 0."""
         self.values.zero_()
+        self.numbers = dict.fromkeys(self.shapes, 0)
         self.before = torch.zeros(len(self.values), dtype=torch.float64)
         self.known = self.before
 
     def add(self, **amounts: torch.Tensor | float) -> None:
         """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
         for name, amount in amounts.items():
-            self.parts[name].add_(amount)
+            if isinstance(amount, torch.Tensor):
+                self.parts[name].add_(amount)
+            else:
+                # A number needs no operation on the device until total().
+                self.numbers[name] += amount
 
     def total(self, all_reduce=None, stop: bool = False) -> dict:
         """{name: sum over all ranks}, a float or a tensor on the CPU, since the last reset.
@@ -45,26 +51,34 @@ class Sums:
         `all_reduce` adds up a tensor over all ranks in place; all of them make this call.
         "stop" is the number of ranks that called it with `stop`.
         """
-        values = torch.cat((self.values, self.values.new_full((1,), float(stop))))
+        for name, number in self.numbers.items():
+            if number:
+                self.parts[name].add_(number)
+                self.numbers[name] = 0
+        values = self.values.clone()
+        if stop:
+            values[-1] = 1
         if all_reduce:
             all_reduce(values)
         # The only line at which Python waits for the GPU.
         values = values.cpu().double()
-        self.known = self.before + values[:-1]
-        total = {
+        self.known = self.before + values
+        return {
             name: part.clone() if part.dim() else part.item()
             for name, part in self._split(self.known).items()
         }
-        return total | {"stop": int(values[-1])}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The sums at the last call of total(), over all ranks."""
-        return {name: part.clone() for name, part in self._split(self.known).items()}
+        parts = self._split(self.known)
+        del parts["stop"]
+        return {name: part.clone() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.reset()
         for name, part in self._split(self.before).items():
-            part.copy_(state[name])
+            if name != "stop":
+                part.copy_(state[name])
 
 
 class Best:

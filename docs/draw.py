@@ -16,11 +16,14 @@ class Drawing:
 
     def __init__(self, width, height, title):
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" '
             f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
             f"<title>{escape(title)}</title>",
-            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-            f'orient="auto-start-reverse"><path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" '
+            'orient="auto-start-reverse"><path d="M0,0 L8,4 L0,8 z" '
+            f'fill="{LINE}"/></marker></defs>',
         ]
         self.box(1, 1, width - 2, height - 2, "#ffffff", stroke="#d9dfe7", radius=14)
 
@@ -50,7 +53,8 @@ class Drawing:
 
     def curve(self, path):
         self.parts.append(
-            f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.8" marker-end="url(#tip)"/>'
+            f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.8" '
+            'marker-end="url(#tip)"/>'
         )
 
     def circle(self, x, y, radius, fill, label):
@@ -94,7 +98,10 @@ def ranks():
 
 
 def collectives():
-    """What each of four ranks has before and after, in four parts; reduce-scatter and all-gather make an all-reduce."""
+    """What each of four ranks has before and after, in four parts.
+
+    Reduce-scatter and all-gather make an all-reduce.
+    """
     everyone, each = [0, 1, 2, 3], range(4)
     kinds = {  # name: what rank r has in part k before, and after
         "broadcast": (lambda r, k: [0] if r == 0 else [], lambda r, k: [0]),
@@ -134,7 +141,9 @@ def collectives():
 
 
 def ring():
-    """The chunks of a ring all-reduce of four processes, step by step, each in the colours of what is in its sum."""
+    """The chunks of a ring all-reduce of four processes, step by step, each in the colours of what
+    is in its sum.
+    """
     drawing = Drawing(
         880, 556, "A parameter server, and a ring all-reduce of four processes step by step"
     )
@@ -243,7 +252,8 @@ def strategies():
     for rank in range(3):
         drawing.text(511 + rank * 100, 124, "batch", size=13, color="#ffffff", weight="bold")
         drawing.curve(
-            f"M{177 + rank * 90},244 C{177 + rank * 90},{284 + rank * 10} 87,{284 + rank * 10} 87,248"
+            f"M{177 + rank * 90},244 C{177 + rank * 90},{284 + rank * 10} 87,{284 + rank * 10} "
+            "87,248"
         )
     drawing.text(811, 124, "batch", size=13, color="#ffffff", weight="bold")
     drawing.box(468, 248, 386, 28, "#ffffff", stroke=LINE, radius=14)

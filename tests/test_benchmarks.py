@@ -26,8 +26,6 @@ from launch import Job, need_horovod, run
 from PIL import Image
 from recipes import ROOT
 
-from common.data import ImageTensor
-
 
 def test_all_reduce_cost():
     assert model.ring(1, 1000, 1, 1) == model.tree(1, 1000, 1, 1) == 0
@@ -266,7 +264,7 @@ def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
         sys, "argv", ["accuracy.py", "--device", "cpu", "--runs", "all", "--out", "."]
     )
     accuracy.main()
-    first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.json"
+    first = tmp_path / "all" / "lenet-singlepy-1-0" / "results.jsonl"
     written = first.stat().st_mtime_ns
     shutil.rmtree(tmp_path / "all" / "lenet-singlepy-1-1")
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--only", "lenet"])
@@ -320,8 +318,11 @@ def test_host_time(tmp_path):
 
 def test_cifar10_as_jpegs(tmp_path, monkeypatch):
     red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 32, 32)
-    sets = [ImageTensor(red[: len(labels)], torch.tensor(labels), ()) for labels in ([0, 7], [7])]
-    monkeypatch.setattr(accuracy.cifar, "load", lambda args: sets)
+    sets = [
+        torch.utils.data.TensorDataset(red[: len(labels)], torch.tensor(labels))
+        for labels in ([0, 7], [7])
+    ]
+    monkeypatch.setattr(accuracy.cifar, "load", lambda *_: sets)
     for _ in range(2):
         accuracy.cifar10_as_jpegs(tmp_path, tmp_path / "tree")
         found = sorted(

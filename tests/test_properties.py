@@ -44,12 +44,12 @@ def test_sums_are_those_of_all_samples(ranks, before):
             if state:
                 one.load_state_dict(state)
             losses.extend(add(one, *part))
-        of_all = sum(one.values for one in sums)
-
-        def all_reduce(values):
-            values[:-1] = of_all
-
-        totals = [one.total(all_reduce) for one in sums]
+        # A first total of each rank gives what they would send, a second has the sum of it.
+        sent = []
+        for one in sums:
+            one.total(sent.append)
+        of_all = sum(sent)
+        totals = [one.total(lambda values: values.copy_(of_all)) for one in sums]
         assert all(total == totals[0] for total in totals)
         return sums[0].state_dict(), totals[0]
 
