@@ -25,6 +25,7 @@ test: $(VENV)/.tools $(VENV)/.horovod
 
 lint: $(VENV)/.tools
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
 	for script in $(SCRIPTS); do bash -n $$script || exit 1; done
 	if command -v shellcheck > /dev/null; then shellcheck $(SCRIPTS); else test -z "$(REQUIRE_ALL)"; fi
 

@@ -94,18 +94,21 @@ class Log:
         """Show the figures of training so far; every `seconds` also log them."""
         if self.quiet:
             return
-        shown = {name: f"{value:.4g}" for name, value in figures.items()}
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(position.steps - self.bar.n)
+        if not self.bar.disable:
+            self.bar.set_postfix(self._shown(figures), refresh=False)
+            self.bar.update(position.steps - self.bar.n)
         now = time.perf_counter()
         if now - self.logged < self.seconds:
             return
         self.logged = now
         _, rate = self._seconds_and_rate(position)
         if self.bar.disable:
-            self._print_step(position, shown, rate)
+            self._print_step(position, self._shown(figures), rate)
         figures = {f"train/{name}": value for name, value in figures.items()}
         self.write(position, "step", {**figures, f"perf/{self.unit}_per_sec": rate})
+
+    def _shown(self, figures):
+        return {name: f"{value:.4g}" for name, value in figures.items()}
 
     def _print_step(self, position, shown, rate):
         steps = f"step {position.steps}"
