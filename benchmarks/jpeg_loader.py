@@ -14,16 +14,15 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import PIL
+import runs
 import torch
 import torchvision
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "imagenet")]
+sys.path.insert(1, str(runs.ROOT / "imagenet"))
 import jpegs
 from common import flags
 from common.data import EpochSampler
@@ -106,4 +105,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with runs.plain_exits():
+        main()
