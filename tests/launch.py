@@ -55,7 +55,9 @@ def need_horovod(*launchers):
         )
 
 
-PORTS = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Each worker of pytest-xdist has a range of its own, and begins where another session did not.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+PORTS = itertools.count(20_000 + 1000 * WORKER + os.getpid() % 500)
 
 
 def free_port():
