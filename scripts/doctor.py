@@ -39,8 +39,8 @@ from common import devices, flags, launch, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError, RunError
 
-# The training images of each data set.
-IMAGES = {"mnist": 60_000, "cifar10": 50_000, "imagenet": 1_281_167}
+# The images of each data set for training, and for validation.
+IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 # The bytes to reduce.
 SMALL = 4
 LARGE = 2**24
@@ -96,16 +96,30 @@ def data_of(own, args, recipe, group):
     """The recipe's DataObjects for training and validation; without files only their samplers."""
     if own.recipe or own.data_dir or args.synthetic:
         return recipe.load_data(args, group.device, group.rank, group.world_size)
-    length = IMAGES[own.dataset]
-    accumulate = vars(args).get("accumulate", 1)
-    parts = group.world_size * accumulate
+    train_length, val_length = IMAGES[own.dataset]
+    passes = passes_of_a_step(args)
+    parts = group.world_size * passes
     batch_size = schedule.per_process(args.batch_size, args.global_batch_size, parts)
     train_sampler = EpochSampler(
-        length, batch_size * accumulate, group.rank, group.world_size, seed=args.seed
+        train_length, batch_size * passes, group.rank, group.world_size, seed=args.seed
     )
-    val_sampler = range(group.rank, length // 5, group.world_size)
-    train = DataObject(range(length), train_sampler, loader=None)
-    return train, DataObject(range(length // 5), val_sampler, loader=None)
+    val_sampler = range(group.rank, val_length, group.world_size)
+    train = DataObject(range(train_length), train_sampler, loader=None)
+    return train, DataObject(range(val_length), val_sampler, loader=None)
+
+
+def passes_of_a_step(args):
+    """The batches of a step: --accumulate, which not every recipe has."""
+    return vars(args).get("accumulate", 1)
+
+
+def name_of_data(own, args):
+    """The data set, and whether its files were read."""
+    if vars(args).get("synthetic"):
+        return f"{args.dataset}, generated"
+    if own.recipe or own.data_dir:
+        return args.dataset
+    return f"{args.dataset}, whose files were not read"
 
 
 def faults_of_launch(group):
@@ -127,17 +141,19 @@ def faults_of_launch(group):
     return []
 
 
-def describe(group, args):
+def describe(group, own, args):
     """A description of this process, for the others."""
+    # The recipe does not see the flags that are the doctor's, too.
+    same = vars(args) | {"device": own.device, "timeout": own.timeout}
     gpu = torch.cuda.get_device_properties(group.device) if group.device.type == "cuda" else None
     return {
         "host": socket.gethostname(),
         "local_rank": group.local_rank,
         "threads": torch.get_num_threads(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "device": f"{group.device} ({gpu.name})" if gpu else "cpu",
+        "device": f"{group.device} ({gpu.name})" if gpu else str(group.device),
         "place": f"GPU {gpu.uuid}" if gpu else f"local rank {group.local_rank}",
-        "same": {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items()}
+        "same": {f"--{name.replace('_', '-')}": str(value) for name, value in same.items()}
         | machine.versions(),
     }
 
@@ -237,7 +253,7 @@ def counts_of(group, data):
     return counts
 
 
-def faults_of_data(group, train, val):
+def faults_of_data(group, args, train, val):
     """Return (the faults of the data that the ranks would read, a description of it)."""
     lengths = [length_of(train.dataset), length_of(val.dataset)]
     found = first_with(list(map(tuple, group.gather(torch.tensor(lengths)).tolist())))
@@ -267,10 +283,10 @@ def faults_of_data(group, train, val):
         f"an epoch trains on {lengths[0] - never:,} of {lengths[0]:,} samples, each once"
         f"{left_out}, and validates on {lengths[1]:,}, each once; none is repeated as padding"
     )
-    steps = (
-        f"batch {sampler.batch_size} per process, {sampler.global_batch} global | "
-        f"{sampler.steps_per_epoch} steps per epoch"
-    )
+    passes = passes_of_a_step(args)
+    accumulated = f" x {passes} accumulated" if passes > 1 else ""
+    batch = f"batch {sampler.batch_size // passes} per process{accumulated}"
+    steps = f"{batch}, {sampler.global_batch} global | {sampler.steps_per_epoch} steps per epoch"
     return faults, f"{shares}\n{steps}"
 
 
@@ -310,7 +326,7 @@ def main():
                 f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try "
                 "another backend or, on GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1"
             )
-    own_description = json.dumps(describe(group, args))
+    own_description = json.dumps(describe(group, own, args))
     ranks = [json.loads(text) for text in group.gather_text(own_description)]
     say(", ".join(map(" ".join, machine.versions().items())))
     say("| rank | host | local rank | device | cores | threads |")
@@ -339,9 +355,9 @@ def main():
         train, val = data_of(own, args, recipe, group)
         watch()
         loader = train.loader
-        faults, what_is_read = faults_of_data(group, train, val)
+        faults, what_is_read = faults_of_data(group, args, train, val)
         stop_if(faults)
-        say(f"{args.dataset}: {what_is_read}")
+        say(f"{name_of_data(own, args)}: {what_is_read}")
         if {"lr", "scale_lr", "global_batch_size"} <= vars(args).keys():
             factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
             say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")

@@ -39,7 +39,8 @@ def test_docstring_command(command):
     assert output.count(" | cpu | ") == size, "a row for each rank"
     assert ("the sums are right" in output) == (size == 2)
     if "mnist" in command:
-        assert SHARES.format("59,968 of 60,000", " (32 fill no global batch)", "12,000") in output
+        assert SHARES.format("59,968 of 60,000", " (32 fill no global batch)", "10,000") in output
+        assert "mnist, whose files were not read: " in output
         assert "batch 32 per process, 64 global | 937 steps per epoch" in output
         assert "learning rate 0.04 (--lr 0.02" in output
 
@@ -47,7 +48,8 @@ def test_docstring_command(command):
 def test_three_processes_which_do_not_divide_the_images():
     need_horovod("mpi")
     output = run(f"{MPIRUN} -np 3 python {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
-    assert SHARES.format("990 of 1,000", " (10 fill no global batch)", "200") in output
+    shares = SHARES.format("990 of 1,000", " (10 fill no global batch)", "200")
+    assert f"cifar10, generated: {shares}" in output
     assert "batch 30 per process, 90 global | 11 steps per epoch" in output
     assert "learning rate 0.1 (" in output
 
@@ -64,6 +66,20 @@ def test_real_images_and_a_warning(real_data):
     )
     assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
     assert "doctor: all is well but for the warnings: " in verdict(output)
+
+
+@pytest.mark.parametrize("synthetic", ["", "--synthetic 1000"])
+def test_accumulated_passes(synthetic):
+    """The share of a step is that of all its passes, and the batch that of one."""
+    command = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset imagenet"
+    flags = f"{synthetic} --image-size 32 --workers 0 --device cpu --accumulate 4"
+    output = compute(f"{command} -b 16 {flags}", cwd=ROOT)
+    assert "batch 16 per process x 4 accumulated, 128 global" in output
+    output = compute(f"{command} -G 128 {flags}", cwd=ROOT)
+    assert "batch 16 per process x 4 accumulated, 128 global" in output
+    if not synthetic:
+        shares = SHARES.format("1,281,152 of 1,281,167", " (15 fill no global batch)", "50,000")
+        assert shares in output
 
 
 def test_wrong_inputs(tmp_path):
@@ -130,7 +146,7 @@ def test_examples(name):
     """Data in memory, and data that workers read."""
     command = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe examples/{name}.py"
     output = compute(f"{command} --synthetic 400", cwd=ROOT)
-    assert f"{name}: an epoch trains on " in output
+    assert f"{name}, generated: an epoch trains on " in output
     assert re.match(f"{WELL}: world size 2", verdict(output))
 
 
@@ -207,12 +223,13 @@ def test_ranks_that_differ(tmp_path):
     (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text(
         "Name: torchvision\nVersion: 0.1\n"
     )
-    other = f"env PYTHONPATH={tmp_path} python {SCRIPT} -b 64"
+    other = f"env PYTHONPATH={tmp_path} python {SCRIPT} -b 64 --device cpu"
     output = run(f"{MPIRUN} -np 1 python {SCRIPT} : -np 1 {other}", cwd=tmp_path, status=1)
     assert (
         "--batch-size is 128 on rank 0, 64 on rank 1: start all ranks with the same flags"
         in verdict(output)
     )
+    assert "--device is auto on rank 0, cpu on rank 1: " in verdict(output)
     assert re.search(r"torchvision is \S+ on rank 0, 0.1 on rank 1: ", verdict(output))
 
 
