@@ -113,6 +113,7 @@ def evaluate(args, model, val, device, watchdog):
 
 def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
     """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    # With --max-steps a run may end within an epoch.
     epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
     rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
     position = Position()
@@ -140,6 +141,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     writes = not args.dry_run and rank == 0
     log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
     if writes:
+        # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
     log.start(position, config, [*lines, *found.lines(position)])
     if position.finished(args.epochs, args.max_steps):
@@ -148,7 +150,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     stop = StopSignal()
 
     def save(is_best=False):
-        # It may take longer than a step.
+        # It may take longer than a step. The next batch starts the watchdog again.
         watchdog.cancel()
         if writes:
             checkpoint.save(folder, state, config, is_best)

@@ -104,12 +104,15 @@ class Seeded(Dataset):
     """`dataset`, with what a sample draws at random set by (seed, epoch, index).
 
     So augmentation is the same on any number of processes and loader workers, and after a resume.
-    It may draw from torch, numpy and random. `sampler` is the EpochSampler of the dataset.
+    It may draw from torch, numpy and random. `sampler` is the EpochSampler of the dataset; without
+    one a sample is the same in each epoch, as a validation set needs it.
     """
 
-    def __init__(self, dataset: Dataset, sampler: EpochSampler):
+    def __init__(self, dataset: Dataset, sampler: EpochSampler | None = None):
         self.dataset = dataset
-        self.sampler = sampler
+        self.sampler = EpochSampler(len(dataset), 1) if sampler is None else sampler
+        if not isinstance(self.sampler, EpochSampler):
+            raise TypeError(f"an EpochSampler, or none for validation, not {sampler}")
 
     def __len__(self) -> int:
         return len(self.dataset)

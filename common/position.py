@@ -39,7 +39,10 @@ class Position:
         return interval is not None and self.steps % interval == 0
 
     def end_interval(self, epoch_over: bool) -> None:
-        """Record an evaluation; if the epoch is over, go on to the next."""
+        """Record an evaluation, which ends the interval since the last one.
+
+        If the epoch is over, go on to the next.
+        """
         self.evaluated_at = self.steps
         if epoch_over:
             self.epoch += 1

@@ -225,6 +225,7 @@ def evaluate(args, model, val, device, watchdog):
 
 def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
     """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    # With --max-steps a run may end within an epoch.
     epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
     rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
     position = Position()
@@ -252,6 +253,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     writes = not args.dry_run and rank == 0
     log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
     if writes:
+        # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
     log.start(position, config, [*lines, *found.lines(position)])
     if position.finished(args.epochs, args.max_steps):
@@ -262,7 +264,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     stop = StopSignal()
 
     def save(is_best=False):
-        # It may take longer than a step.
+        # It may take longer than a step. The next batch starts the watchdog again.
         watchdog.cancel()
         if writes:
             checkpoint.save(folder, state, config, is_best)
@@ -290,9 +292,10 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
             confusion = confusion_of(logits.detach(), batch["mask"])
             sums.add(loss=loss.detach(), weight=weight, confusion=confusion)
             # dist: a rank with few known pixels would count as much as one with many: divide by
-            # the weight of all ranks. DDP divides by world_size, too.
-            dist.all_reduce(weight)
-            (loss * world_size / weight).backward()
+            # the weight of all ranks. The average over the ranks divides by world_size, too.
+            total_weight = weight.clone()
+            dist.all_reduce(total_weight)
+            (loss * world_size / total_weight).backward()
             optimizer.step()
             # Data order, rates and random state are functions of the seed and this position.
             position.advance(train.sampler.global_batch)

@@ -86,6 +86,7 @@ def evaluate(args, model, val, device, watchdog):
 
 def fit(args, device, train, val, model, optimizer, lr, lines):
     """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
+    # With --max-steps a run may end within an epoch.
     epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
     rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
     position = Position()
@@ -101,6 +102,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
     writes = not args.dry_run
     log = Log(log_dir if writes else None, "images", args.log_seconds)
     if writes:
+        # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
     log.start(position, config, [*lines, *found.lines(position)])
     if position.finished(args.epochs, args.max_steps):
@@ -109,7 +111,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
     stop = StopSignal()
 
     def save(is_best=False):
-        # It may take longer than a step.
+        # It may take longer than a step. The next batch starts the watchdog again.
         watchdog.cancel()
         if writes:
             checkpoint.save(folder, state, config, is_best)

@@ -109,6 +109,14 @@ def test_draws_depend_on_seed_epoch_and_index(workers):
     assert not (seen[0][:, 1:] == seen[1][:, 1:]).any()
 
 
+def test_a_validation_set_draws_the_same_each_time():
+    seeded = Seeded(Noise())
+    first, again = ([seeded[index].tolist() for index in range(12)] for _ in range(2))
+    assert first == again
+    with pytest.raises(TypeError, match="an EpochSampler, or none"):
+        Seeded(Noise(), range(12))
+
+
 def test_sums_of_any_shape_go_on_after_a_resume():
     sums = Sums(CPU, "loss", "count", confusion=(2, 2))
     sums.add(loss=torch.tensor(1.5), count=3, confusion=torch.tensor([[1, 0], [2, 4]]))
