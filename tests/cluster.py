@@ -32,9 +32,7 @@ def need_cluster():
 
 
 def link_repository(folder):
-    """Link what the repository has into a folder, so that jobs write there and not into the
-    repository.
-    """
+    """Link the repository's folders into `folder`, so that jobs write there."""
     for name in ("slurm", "scripts", "common", *(dataset.name for dataset in DATASETS)):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -71,17 +69,8 @@ class Cluster:
 
     def command(self, command):
         """The arguments that run a shell command on the login node."""
-        return [
-            "nsenter",
-            f"--target={self.init}",
-            "--mount",
-            "--net",
-            "--uts",
-            "--pid",
-            "bash",
-            "-c",
-            command,
-        ]
+        namespaces = ["--mount", "--net", "--uts", "--pid"]
+        return ["nsenter", f"--target={self.init}", *namespaces, "bash", "-c", command]
 
     def run(self, command, cwd=ROOT, status=0, **environment):
         """The output of a command that has to end with `status`."""
@@ -104,7 +93,8 @@ class SlurmJob:
 
     def __init__(self, cluster, folder, arguments, **environment):
         link_repository(folder)
-        self.cluster, self.folder = cluster, folder
+        self.cluster = cluster
+        self.folder = folder
         self.id = cluster.run(f"sbatch --parsable {arguments}", folder, **environment).strip()
 
     def shown(self, name):

@@ -51,14 +51,13 @@ def torchrun_ranks(size):
 
 
 def horovodrun_ranks(size):
-    """The variables that `horovodrun --gloo` gives to each of `size` ranks, and the server where
-    they meet.
-    """
+    """The variables that `horovodrun --gloo` gives to each rank, and the server where they meet."""
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
 
-    server, slots = RendezvousServer(), get_host_assignments([HostInfo("localhost", size)], size)
+    server = RendezvousServer()
+    slots = get_host_assignments([HostInfo("localhost", size)], size)
     shared = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
@@ -87,7 +86,8 @@ def run_script(arguments, cwd, environment, printed):
     torch.multiprocessing.spawn = functools.partial(
         torch.multiprocessing.start_processes, start_method="fork"
     )
-    sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if "PRETENDED_GPUS" in environment:
         pretended_gpu.run(arguments[0])
@@ -96,12 +96,12 @@ def run_script(arguments, cwd, environment, printed):
 
 
 class ForkedJob:
-    """The ranks of a command that begins with python, torchrun or horovodrun --gloo, on this
-    machine.
-    """
+    """The ranks, on this machine, of a command that begins with python, torchrun or horovodrun."""
 
     def __init__(self, command, cwd, **environment):
-        self.command, self.server, self.printed = command, None, tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+        self.command = command
+        self.server = None
+        self.printed = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
         words = shlex.split(command)
         while re.fullmatch(r"\w+=.*", words[0]):
             name, _, environment[name] = words.pop(0).partition("=")
@@ -113,7 +113,8 @@ class ForkedJob:
             arguments = words[5:]
             ranks, self.server = horovodrun_ranks(int(words[3]))
         else:
-            arguments, ranks = words[1:], [{}]
+            arguments = words[1:]
+            ranks = [{}]
         setting = {
             **launch.ENVIRONMENT,
             "OMP_NUM_THREADS": "1",

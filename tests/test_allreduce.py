@@ -1,6 +1,4 @@
-"""benchmarks/allreduce.py under each launcher: its table, and the JSON that benchmarks/model.py
-reads.
-"""
+"""benchmarks/allreduce.py under each launcher: its table, and its JSON."""
 
 import json
 import re
@@ -34,8 +32,7 @@ def test_docstring_command(command, backend, tmp_path):
     assert {"python", "torch"} <= result["versions"].keys()
     assert result["hardware"]["cores"] and result["date"]
     rows = re.findall(
-        r"^\| ([\d,]+) \| ([\d.]+) \| \d+% \| ([\d.]+) \| ([\d.]+) "
-        r"\|$",
+        r"^\| ([\d,]+) \| ([\d.]+) \| \d+% \| ([\d.]+) \| ([\d.]+) \|$",
         output,
         re.MULTILINE,
     )
@@ -50,8 +47,8 @@ def test_docstring_command(command, backend, tmp_path):
 def test_wrong_inputs(tmp_path):
     for flags, complaint in (
         ("", "start it with a launcher, torchrun --nproc-per-node=2"),
-        ("--max-bytes 3", ("3 is not at least 4")),
-        ("--json no/out.json", ("folder does not exist")),
+        ("--max-bytes 3", "3 is not at least 4"),
+        ("--json no/out.json", "folder does not exist"),
     ):
         output = compute(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2)
         assert complaint in output

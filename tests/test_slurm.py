@@ -17,23 +17,19 @@ JOBS = [file for file in FILES if "#SBATCH --nodes" in file.read_text()]
 TRAINING = "--synthetic 64 --epochs 2 --model lenet --wd 5e-4 --warmup-epochs 0 --device cpu"
 SIZE = f"{TRAINING} --batch-size 8 --lr 0.01"  # on four processes
 TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
+# A task for each process. With torchrun a task is one torchrun, for all processes of a node.
+FOUR_TASKS = f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1"
 LAUNCHES = {
     "ddp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/ddp_launch.py {SIZE}",
-    "ddp on one "
-    "node": "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
-    f"{TRAINING} --batch-size 16 --lr 0.02",
-    "ddp srun": f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 "
-    f"slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py {SIZE}",
+    "ddp on one node": (
+        "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
+        f"{TRAINING} --batch-size 16 --lr 0.02"
+    ),
+    "ddp srun": f"{FOUR_TASKS} slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py {SIZE}",
     "fsdp": f"{TWO_BY_TWO} slurm/ddp_2nodes.sh mnist/fsdp.py {SIZE}",
     "ddp_spawn": f"{TWO_BY_TWO} slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}",
-    "hvd mpirun": (
-        f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh "
-        f"mnist/hvd.py {SIZE}"
-    ),
-    "hvd srun": (
-        f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1 slurm/hvd_2nodes.sh "
-        f"mnist/hvd.py {SIZE}"
-    ),
+    "hvd mpirun": f"{FOUR_TASKS} slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
+    "hvd srun": f"{FOUR_TASKS} slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
     "single": (
         f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr 0.04"
     ),
@@ -93,12 +89,10 @@ def test_array_and_its_table(cluster, tmp_path):
     results = tmp_path / "runs" / f"array-{job.id}" / "1" / "results.jsonl"
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(line for line in lines if '"evaluation"' not in line))
-    assert run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path).endswith(
-        "| 0/2 | - | - |\n"
-    )
-    assert (
-        len(run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2).splitlines()) == 1
-    )
+    table = run(f"python scripts/summarize_runs.py runs/array-{job.id}", cwd=tmp_path)
+    assert table.endswith("| 0/2 | - | - |\n")
+    refusal = run("python scripts/summarize_runs.py runs", cwd=tmp_path, status=2)
+    assert len(refusal.splitlines()) == 1
 
 
 def test_a_cluster_without_gpus(tmp_path):
@@ -196,16 +190,16 @@ def test_a_cluster_leaves_nothing_behind():
             subprocess.run(command, capture_output=True, text=True, shell=True).stdout.splitlines()
             for command in ("ip -o link | cut -d: -f2", "ip netns", "cat /etc/hosts", "mount")
         ]
+        # Those of test_benchmarks.py::test_network.
+        others = ("10.99.", "carried", "/run/netns ")
         return [
-            line
-            for lines in shown
-            for line in lines  # without those of test_benchmarks.py::test_network
-            if not any(name in line for name in ("10.99.", "carried", "/run/netns "))
+            line for lines in shown for line in lines if not any(name in line for name in others)
         ]
 
     before = here()
     cluster = Cluster()
-    inside, names = psutil.Process(cluster.init).children(recursive=True), set()
+    inside = psutil.Process(cluster.init).children(recursive=True)
+    names = set()
     for process in inside:
         with contextlib.suppress(psutil.NoSuchProcess):
             names.add(process.name())
