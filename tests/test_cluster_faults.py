@@ -137,9 +137,8 @@ def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
 
 def test_node_down(slow_job, cluster, undisturbed):
     job = slow_job()
-    cluster.run(
-        "scontrol update nodename=node2 state=down reason=test"
-    )  # it comes back when SLURM looks at it again
+    # It comes back when SLURM looks at it again.
+    cluster.run("scontrol update nodename=node2 state=down reason=test")
     job.wait_for("^resumed from", timeout=90)
     job.finish()
     assert job.shown("Restarts") == {"1"}
@@ -172,7 +171,13 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     compute(f"python mnist/single.py {flags} --log-dir one", cwd=tmp_path)
     folder = tmp_path / "runs" / f"ddp-elastic-{job.id}"
     saved = checkpoint(folder)
-    assert [line["epoch"] for line in evaluations(folder)] == list(range(1, 21))
+    elastic = evaluations(folder)
+    steps = [(line["epoch"], line["step"]) for line in elastic]
+    assert steps == [(epoch, 10 * epoch) for epoch in range(1, 21)]
+    # The means of all epochs, also of those with a restart, are over each image once.
+    losses = [line["train/loss"] for line in elastic]
+    one = [line["train/loss"] for line in evaluations(tmp_path / "one")]
+    assert losses == pytest.approx(one, rel=1e-5)
     assert largest_difference(saved["model"], checkpoint(tmp_path / "one")["model"]) < 1e-5
 
 
@@ -187,11 +192,12 @@ def stopped_at(log):
         r"^at (\d+) (\d+) (True|False)$", before.split("world size")[-1], re.MULTILINE
     )
     stopped = (epoch - 1) * IMAGES + sample
-    known = min(
-        (int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True"),
-        default=stopped,
-    )  # no rank went on
-    assert stopped <= known + INTERVAL * 2 * BATCH
+    samples = [
+        int(epoch) * IMAGES + int(sample) for epoch, sample, warned in steps if warned == "True"
+    ]
+    # There is none if no rank went on.
+    first_warned = min(samples, default=stopped)
+    assert stopped <= first_warned + INTERVAL * 2 * BATCH
     return epoch, sample
 
 
@@ -244,16 +250,16 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
     is_whole(tmp_path / "told", undisturbed)
 
 
-PREEMPTIONS, EVERY = (
-    int(os.environ.get("PREEMPTIONS", 2)),
-    int(os.environ.get("EVERY", 12)),
-)  # the second in seconds
+PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
+# Seconds from one to the next.
+EVERY = int(os.environ.get("EVERY", 12))
 
 
 @pytest.mark.timeout(200 + 60 * PREEMPTIONS)
 def test_preempted(slow_job, cluster, undisturbed):
     """A job that needs both nodes comes, each time after 12 s; MAX_REQUEUES is not about that."""
-    began, step = time.monotonic(), 0.008 * PREEMPTIONS * EVERY
+    began = time.monotonic()
+    step = 0.008 * PREEMPTIONS * EVERY
     job = slow_job(sbatch="--time=30", STEP_SECONDS=str(step), MAX_REQUEUES="0")
     for number in range(1, PREEMPTIONS + 1):
         time.sleep(EVERY)
@@ -303,10 +309,8 @@ def test_fsdp_preempted(cluster, tmp_path):
         STEP_SECONDS="0",
     )
     compute(f"python {ROOT}/scripts/unshard.py {job.runs()}/last.pt whole.pt", tmp_path)
-    saved, undisturbed = (
-        torch.load(tmp_path / "whole.pt", weights_only=True),
-        checkpoint(tmp_path / "log"),
-    )
+    saved = torch.load(tmp_path / "whole.pt", weights_only=True)
+    undisturbed = checkpoint(tmp_path / "log")
     assert_same(saved["model"], undisturbed["model"])
     assert_same(saved["optimizer"], undisturbed["optimizer"])
 
