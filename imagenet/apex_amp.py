@@ -317,7 +317,10 @@ def main():
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
     # amp: Apex's own DDP, which handles its fp16 gradients.
     model = parallel.DistributedDataParallel(model)
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: Apex {args.opt_level}, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)

@@ -305,7 +305,10 @@ def main():
         raise InputError("--comm-hook powersgd: leave out --compile")
     # dist: with --comm-hook, gradients travel in fewer bytes.
     hooks.register(model, args.comm_hook, args.powersgd_rank)
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: DDP, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)

@@ -304,7 +304,10 @@ def main(local_rank, args):
     # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
     # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
     model.broadcast_buffers = False
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)

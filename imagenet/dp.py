@@ -245,7 +245,10 @@ def main():
     if gpus:
         # dist: splits each batch, and adds up the gradients on the first GPU.
         model = nn.DataParallel(model, gpus)
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     place = f"world size 1 | {devices.describe(device)}"
     setup = f"{args.dataset}: DataParallel, {len(gpus)} GPUs | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])

@@ -333,7 +333,10 @@ def main():
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, foreach=True
     )
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)

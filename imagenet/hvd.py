@@ -329,7 +329,10 @@ def main():
     # dist: all begin with rank 0's weights. Not broadcast_optimizer_state, as it takes a real step
     # with a fresh SGD.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
+    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    if args.accumulate > 1:
+        batch += f" x {args.accumulate} accumulated"
+    batch += f", {train.sampler.global_batch} global"
     # dist: what carries its messages.
     kind = "MPI" if hvd.mpi_enabled() else "Gloo"
     place = f"world size {world_size} | {devices.describe(device)}"
