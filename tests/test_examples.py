@@ -99,7 +99,7 @@ def test_defaults_learn(name, tmp_path):
     script = ROOT / "examples" / f"{name}.py"
     compute(f"{command(2, script)} --device cpu --eval-every 20 --log-dir log", cwd=tmp_path)
     losses = [line["val/loss"] for line in evaluations(tmp_path / "log")]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
 
 
 def test_tokens_stay_integers(tmp_path):

@@ -131,7 +131,7 @@ def test_tensorboard_has_the_scalars(tmp_path):
     command = f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 3 --log-dir log"
     assert f"cpu ({os.cpu_count()} cores)" in compute(command, cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "log")).Reload()
-    names = ["perf/data_wait", "perf/images_per_sec"]
+    names = ["perf/data_wait", "perf/images_per_sec", "perf/seconds"]
     names += ["train/accuracy", "train/loss", "train/lr", "val/accuracy", "val/loss"]
     assert sorted(events.Tags()["scalars"]) == names
     results = evaluations(tmp_path / "log")
