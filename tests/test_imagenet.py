@@ -336,8 +336,8 @@ def test_accumulate(strategy, whole, tmp_path):
     recipes, expected = whole
     command = {"single": f"python {recipes}/single.py", **strategies(2, recipes)}[strategy]
     output = compute(f"{command} {ACCUMULATED} --global-batch-size 32 --accumulate 4", cwd=tmp_path)
-    batch = 32 if strategy == "single" else 16
-    assert f"batch {batch} per process, 32 global" in output
+    batch = 8 if strategy == "single" else 4
+    assert f"batch {batch} per process x 4 accumulated, 32 global" in output
     parts = checkpoint(tmp_path / "log")
     assert largest_difference(parts["model"], expected["model"]) < TOLERANCE
     assert [result["step"] for result in evaluations(tmp_path / "log")] == [10, 20]
