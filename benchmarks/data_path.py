@@ -11,6 +11,7 @@ CPU, in one process, without workers.
 import contextlib
 import functools
 import io
+import runpy
 import statistics
 import sys
 import tempfile
@@ -24,8 +25,6 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 sys.path[1:1] = [str(runs.ROOT / "mnist"), str(runs.ROOT / "cifar10")]
-import runpy
-
 import cifar
 import digits
 from common import flags
@@ -39,18 +38,6 @@ class AnyCIFAR10(torchvision.datasets.CIFAR10):
 
     def _load_meta(self):
         pass
-
-
-class Timed:
-    """A loader that notes the seconds from its first batch to the end of the last step."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        began = time.perf_counter()
-        yield from self.loader
-        self.seconds = time.perf_counter() - began
 
 
 def usual(args, normalise):
@@ -79,7 +66,7 @@ def seconds_of_a_pass(args, recipe, data, loader):
 def seconds_of_an_epoch(args, recipe, data, loader):
     """Train for an epoch with the recipe's fit()."""
     train, val = data
-    train.loader = Timed(loader)
+    train.loader = runs.Timed(loader)
     device = torch.device("cpu")
     model = recipe.module.build("convnet")
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, fused=True)

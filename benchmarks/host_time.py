@@ -1,11 +1,11 @@
-"""Measure the time per step that a recipe adds to its model: data, metrics, schedule, position,
-log.
+"""Measure the time per step that a recipe adds to its model.
 
     python benchmarks/host_time.py
 
-On a GPU this is time in which Python starts no kernel. The fit() of mnist/single.py with LeNet and
-a batch of 8 is compared with a bare loop over one batch, in turns, on one thread of the CPU: with
-a larger batch the noise of the model's own time is larger than what is measured.
+It goes into data, metrics, schedule, position and log. On a GPU this is time in which Python starts
+no kernel. The fit() of mnist/single.py with LeNet and a batch of 8 is compared with a bare loop over
+one batch, in turns, on one thread of the CPU: with a larger batch the noise of the model's own time
+is larger than what is measured.
 """
 
 import contextlib
@@ -36,18 +36,6 @@ def bare_loop(model, optimizer, images, labels, steps):
     return (time.perf_counter() - began) / steps
 
 
-class Timed:
-    """A loader that notes when its first batch is asked for, and when its last is used up."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        self.began = time.perf_counter()
-        yield from self.loader
-        self.seconds = time.perf_counter() - self.began
-
-
 def main():
     parser = flags.Parser(__doc__)
     parser.add_argument("--repeats", type=flags.positive_int, default=100, help="turns")
@@ -64,7 +52,7 @@ def main():
         args = recipe.parse_args()
     device = torch.device("cpu")
     train, val = recipe.load_data(args, device)
-    train.loader = Timed(train.loader)
+    train.loader = runs.Timed(train.loader)
     model = recipe.digits.build("lenet").train()
     images, labels = next(iter(train.loader.loader))
     images = recipe.digits.normalise(images)

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +25,7 @@ sys.path.insert(1, str(ROOT))
 import torch
 
 from benchmarks import machine
-from common import flags
+from common import flags, results
 from common.errors import InputError, RunError
 
 WIDE = 0.1  # tables mark figures with a larger spread: (largest - smallest) / median
@@ -146,9 +147,9 @@ def measure(setting: dict, threads: int, options: str = "", profile: bool = Fals
         ]
         for job in jobs:
             finish(job)
-        results = [epochs_of(path) for path in sorted(Path(folder).iterdir())]
+        found = [epochs_of(path) for path in sorted(Path(folder).iterdir())]
         split = profile and parts(next(Path(folder).glob("0/trace*")))
-    rates = [[epoch["train"]["images_per_sec"] for epoch in epochs] for epochs in results]
+    rates = [[epoch["train"]["images_per_sec"] for epoch in epochs] for epochs in found]
     return {
         "images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates),
         "split": split,
@@ -159,9 +160,10 @@ def measure(setting: dict, threads: int, options: str = "", profile: bool = Fals
 def epochs_of(log_dir: Path) -> list[dict]:
     """[{"epoch", "train": figures, "val": figures}] of a run, from its results.jsonl."""
     path = Path(log_dir, "results.jsonl")
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     epochs = []
-    for line in lines:
+    if not path.exists():
+        return epochs
+    for line in results.read(path):
         if line["event"] == "evaluation":
             figures = {"epoch": line["epoch"], "train": {}, "val": {}}
             for name, value in line.items():
@@ -170,6 +172,18 @@ def epochs_of(log_dir: Path) -> list[dict]:
                     figures["val" if kind == "val" else "train"][short] = value
             epochs.append(figures)
     return epochs
+
+
+class Timed:
+    """A loader that notes the seconds from its first batch to the end of the last step."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        began = time.perf_counter()
+        yield from self.loader
+        self.seconds = time.perf_counter() - began
 
 
 @contextlib.contextmanager

@@ -245,7 +245,8 @@ def main():
     # dist: NCCL for CUDA, Gloo on a CPU.
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     # dist: over all machines.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
     torch.manual_seed(args.seed)

@@ -247,14 +247,15 @@ def main():
     # dist: joins the processes that horovodrun or mpirun started.
     hvd.init()
     # dist: over all machines.
-    rank, world_size = hvd.rank(), hvd.size()
+    rank = hvd.rank()
+    world_size = hvd.size()
     launch.check_world_size(world_size)
     # dist: one device per process.
     device = devices.pick(args.device, hvd.local_rank(), hvd.local_size())
     # dist: else each process starts a thread per core.
     launch.share_cores(hvd.local_size())
     devices.tune(device)
-    # dist: before anything is loaded.
+    # dist: a wrong build is refused before a data set is downloaded.
     check_horovod(args, device)
     if device.type != "cpu":
         # dist: else every rank opens a context on GPU 0.

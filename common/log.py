@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import results
 from common.errors import InputError
 from common.position import Position
 
@@ -58,7 +59,7 @@ class Log:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            keep_lines_until(self.folder / "results.jsonl", position)
+            results.keep_until(self.folder / "results.jsonl", position)
             self._append(position, event)
         except OSError as error:
             raise InputError(
@@ -136,7 +137,8 @@ class Log:
         """Print `line` and the speed of training, and log the results `train` and `val`."""
         if self.quiet:
             return
-        rate, data_wait, _ = self.speed.values()
+        rate = self.speed[f"perf/{self.unit}_per_sec"]
+        data_wait = self.speed["perf/data_wait"]
         print(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait", flush=True)
         figures = {f"train/{name}": value for name, value in train.items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
@@ -193,21 +195,3 @@ def new_folder(task: str) -> Path:
     """A name for the folder of a new run: runs/TASK-SCRIPT-TIME-PROCESS."""
     script = Path(sys.argv[0]).stem
     return Path("runs", f"{task}-{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-
-
-def keep_lines_until(path: Path, position: Position) -> None:
-    """Drop the lines of results.jsonl that a run at `position` writes again."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            content = json.loads(line)
-        except ValueError:
-            # The last line of a run that was killed may be a part of one.
-            continue
-        is_evaluation = content["event"] == "evaluation"
-        last = position.evaluated_at if is_evaluation else position.steps
-        if content["step"] <= last:
-            kept.append(line)
-    path.write_text("".join(kept))

@@ -98,6 +98,8 @@ def load(args):
             sets = [ImageFolder(Path(args.data_dir, part)) for part in ("train", "val")]
         except OSError as error:
             raise InputError(f"--data-dir {args.data_dir}: {error}") from error
+        if sets[0].classes != sets[1].classes:
+            raise InputError(f"--data-dir {args.data_dir}: train/ and val/ have other classes")
         classes = len(sets[0].classes)
     else:
         sets = generate(args.synthetic, channels=3, size=size, seed=args.seed)
@@ -301,7 +303,8 @@ def main():
     # dist: NCCL for CUDA, Gloo on a CPU.
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     # dist: over all machines.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
     torch.manual_seed(args.seed)

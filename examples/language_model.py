@@ -123,7 +123,7 @@ def loss_of(model, tokens):
     target = tokens[:, 1:]
     logits = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-    # In UTF-8 a character is one byte below 128 or above 191, and any number of others.
+    # In UTF-8 a character begins with a byte below 128 or above 191; its others lie between.
     characters = ((target < 128) | (target > 191)).sum()
     return loss, {"loss": loss.detach(), "tokens": target.numel(), "characters": characters}
 
@@ -238,7 +238,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
             optimizer.zero_grad()
             loss, amounts = loss_of(model, tokens)
             (loss / amounts["tokens"]).backward()
-            # The gradients are averaged over all ranks here, and equal.
+            # Backward has averaged the gradients, so all ranks clip them alike.
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
             optimizer.step()
             sums.add(**amounts)
@@ -299,7 +299,8 @@ def main():
     # dist: NCCL for CUDA, Gloo on a CPU.
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     # dist: over all machines.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
     torch.manual_seed(args.seed)

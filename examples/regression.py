@@ -86,9 +86,12 @@ def generate(rows, seed):
 def load(args):
     """Return a TensorDataset for training and one for validation: features [columns], target []."""
     table = read_table(args.table) if args.table else generate(args.synthetic, args.seed)
+    val_count = len(table) // 5
+    if val_count == 0:
+        raise InputError(f"{len(table)} rows are too few: a fifth of them is for validation")
     # dist: the same on each rank, or they train on each other's validation rows.
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(args.seed))
-    val_rows, train_rows = table[order].split([len(table) // 5, len(table) - len(table) // 5])
+    val_rows, train_rows = table[order].split([val_count, len(table) - val_count])
     return [
         TensorDataset(rows[:, :-1].contiguous(), rows[:, -1].contiguous())
         for rows in (train_rows, val_rows)
@@ -292,7 +295,8 @@ def main():
     # dist: NCCL for CUDA, Gloo on a CPU.
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     # dist: over all machines.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
     torch.manual_seed(args.seed)

@@ -95,11 +95,12 @@ class Shapes(Dataset):
         for label in (1, 2):
             center = random.uniform(0, self.size, 2)
             radius = random.uniform(self.size / 8, self.size / 4)
-            dy, dx = abs(y - center[0]), abs(x - center[1])
+            dy = abs(y - center[0])
+            dx = abs(x - center[1])
             distance = np.hypot(dy, dx) if label == 1 else np.maximum(dy, dx)
             image[label, distance < radius] += 60
             mask[distance < radius] = label
-            # Nobody can say to which of both a pixel at the edge belongs.
+            # A pixel at the edge belongs to neither side for certain.
             mask[abs(distance - radius) < 1] = IGNORED
         image = torch.from_numpy(image.clip(0, 255).astype(np.uint8))
         mask = torch.from_numpy(mask)
@@ -118,7 +119,8 @@ def augment(image, mask):
     height, width = mask.shape
     image = F.pad(image, 4 * [margin])
     mask = F.pad(mask, 4 * [margin], value=IGNORED)
-    rows, columns = slice(top, top + height), slice(left, left + width)
+    rows = slice(top, top + height)
+    columns = slice(left, left + width)
     return image[:, rows, columns], mask[rows, columns]
 
 
@@ -152,9 +154,8 @@ def block(inputs, outputs):
     )
 
 
-def weighted_loss(logits, mask):
-    """Return (the sum of the weighted losses of the pixels, in nats, and the sum of weights)."""
-    weights = torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype).to(logits.device, non_blocking=True)
+def weighted_loss(logits, mask, weights):
+    """Return the sums of the pixels' weighted losses (nats), and of their weights."""
     loss = F.cross_entropy(logits, mask, weights, ignore_index=IGNORED, reduction="sum")
     known = mask != IGNORED
     weight = (weights[mask.where(known, 0)] * known).sum()
@@ -212,10 +213,11 @@ def evaluate(args, model, val, device, watchdog):
         dist.broadcast(buffer, src=0)
     model.eval()
     sums = Sums(device, "loss", "weight", confusion=(CLASSES, CLASSES))
+    weights = torch.tensor(CLASS_WEIGHTS, device=device)
     for batch in watchdog(val.loader):
         batch = to_device(batch, device)
         logits = model(normalise(batch["image"]))
-        loss, weight = weighted_loss(logits, batch["mask"])
+        loss, weight = weighted_loss(logits, batch["mask"], weights)
         sums.add(loss=loss, weight=weight, confusion=confusion_of(logits, batch["mask"]))
         if args.dry_run:
             break
@@ -230,6 +232,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
     position = Position()
     sums = Sums(device, "loss", "weight", confusion=(CLASSES, CLASSES))
+    weights = torch.tensor(CLASS_WEIGHTS, device=device)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # dist: the model without its wrapper, so that any recipe can load it.
@@ -288,7 +291,7 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
             rates.set(position.epochs_done(train.sampler.length))
             optimizer.zero_grad()
             logits = model(normalise(batch["image"]))
-            loss, weight = weighted_loss(logits, batch["mask"])
+            loss, weight = weighted_loss(logits, batch["mask"], weights)
             confusion = confusion_of(logits.detach(), batch["mask"])
             sums.add(loss=loss.detach(), weight=weight, confusion=confusion)
             # dist: a rank with few known pixels would count as much as one with many: divide by
@@ -354,7 +357,8 @@ def main():
     # dist: NCCL for CUDA, Gloo on a CPU.
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     # dist: over all machines.
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
     torch.manual_seed(args.seed)

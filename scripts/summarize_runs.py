@@ -5,18 +5,20 @@
 The folder has a folder for each run, with the results.jsonl that every recipe writes.
 """
 
-import json
 import sys
 from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+from common import results
 
 OF_A_RUN = ("log_dir", "checkpoint_dir", "resume")
 
 
 def read(path):
     """(the flags, the lines about evaluations) of a results.jsonl."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    config = [line["config"] for line in lines if line["event"] == "start"][-1]
-    return config, [line for line in lines if line["event"] == "evaluation"]
+    events = results.read(path)
+    config = [event["config"] for event in events if event["event"] == "start"][-1]
+    return config, [event for event in events if event["event"] == "evaluation"]
 
 
 def main():
@@ -40,17 +42,19 @@ def main():
     print("| --- |" + " ---: |" * (len(columns) - 1))
     for file, (config, evaluations) in zip(files, runs, strict=True):
         row = [file.parent, *(config.get(name) for name in names)]
-        row += results(config, evaluations)
+        row += last_cells(config, evaluations)
         print("| " + " | ".join(map(str, row)) + " |")
 
 
-def results(config, evaluations):
+def last_cells(config, evaluations):
     """The last three cells of a run; it has no evaluation if it ended in its first epoch."""
     if not evaluations:
         return [f"0/{config['epochs']}", "-", "-"]
-    best = max(line["val/accuracy"] for line in evaluations)
+    # Not every task has an accuracy.
+    accuracies = [event["val/accuracy"] for event in evaluations if "val/accuracy" in event]
+    best = f"{max(accuracies):.2%}" if accuracies else "-"
     last = evaluations[-1]
-    return [f"{last['epoch']}/{config['epochs']}", f"{best:.2%}", f"{last['val/loss']:.4f}"]
+    return [f"{last['epoch']}/{config['epochs']}", best, f"{last['val/loss']:.4f}"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The examples: the same run on any number of processes and after a kill; what each shows."""
 
-import json
-
 import pytest
 import torch
 from forked import compute
@@ -99,7 +97,9 @@ def test_defaults_learn(name, tmp_path):
     script = ROOT / "examples" / f"{name}.py"
     compute(f"{command(2, script)} --device cpu --eval-every 20 --log-dir log", cwd=tmp_path)
     losses = [line["val/loss"] for line in evaluations(tmp_path / "log")]
-    assert losses[-1] < losses[0]
+    # Of random weights only the last layers learn.
+    bound = 1 if name == "finetune" else 0.9
+    assert losses[-1] < bound * losses[0]
 
 
 def test_tokens_stay_integers(tmp_path):
@@ -132,5 +132,3 @@ def test_frozen_layers_stay_frozen_and_rates_stay_apart(tmp_path):
             assert torch.equal(value, before[name]) == frozen, name
     body, head = saved["optimizer"]["param_groups"]
     assert head["lr"] == pytest.approx(10 * body["lr"])
-    first = json.loads((tmp_path / "log" / "results.jsonl").read_text().splitlines()[0])
-    assert first["event"] == "start"
