@@ -3,9 +3,9 @@
     python benchmarks/host_time.py
 
 It goes into data, metrics, schedule, position and log. On a GPU this is time in which Python starts
-no kernel. The fit() of mnist/single.py with LeNet and a batch of 8 is compared with a bare loop over
-one batch, in turns, on one thread of the CPU: with a larger batch the noise of the model's own time
-is larger than what is measured.
+no kernel. The fit() of mnist/single.py with LeNet and a batch of 8 is compared with a bare loop
+over one batch, in turns, on one thread of the CPU: with a larger batch the noise of the model's own
+time is larger than what is measured.
 """
 
 import contextlib
