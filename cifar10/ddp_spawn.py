@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import cifar  # beside this file
 from common import checkpoint, devices, flags, launch, profiler, schedule, spawn
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
@@ -282,8 +283,8 @@ if __name__ == "__main__":
                 "-n N: give each machine an -nr from 0 to N-1, and set MASTER_ADDR and MASTER_PORT "
                 "on all of them to an address and a free port of the first"
             )
-        # dist: where the processes meet: on one machine, at any free port.
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
+        if args.nodes == 1:
+            # dist: where they meet; what another tool left in these variables is elsewhere.
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
         # dist: passes signals on to them, and waits.
         spawn.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))

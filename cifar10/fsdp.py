@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import cifar  # beside this file
 from common import checkpoint, devices, flags, flight_recorder, launch, profiler, schedule, sharded
 from common.data import DataObject, EpochSampler, TensorLoader, to_device

@@ -1,9 +1,11 @@
 """Checkpoints: last.pt, previous.pt and best.pt. A crash at any moment leaves a good one."""
 
+import errno
 import io
 import json
 import os
 import shutil
+import time
 import zipfile
 import zlib
 from dataclasses import dataclass, field
@@ -14,6 +16,8 @@ import torch
 from common.errors import InputError, RunError
 
 FORMAT = 5
+# Seconds for which ranks that see other checkpoints look again.
+LOOK_AGAIN = 60
 NAMES = ("last.pt", "previous.pt", "best.pt")
 # The flags in which a resumed run may differ from the one that saved. A recipe adds its own.
 MAY_DIFFER = frozenset(
@@ -90,10 +94,20 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         # Frees its space on a full disk.
         partial.unlink(missing_ok=True)
         raise
-    # So that the new name survives a power cut.
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let new names in `folder` survive a power cut, where the file system can; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # CIFS and some FUSE file systems refuse it. The file itself is on the disk.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def keep_previous(folder: Path) -> None:
@@ -201,6 +215,37 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
     return Found(empty=folder)
 
 
+def find_the_same(resume: str, folder: Path | None, read, all_reduce, device) -> Found:
+    """find(), on all ranks the same file; raises InputError.
+
+    The ranks look again for a minute, as long as NFS may hide a new file from a machine.
+    """
+    tries = 1 + LOOK_AGAIN // 5
+    for last in [False] * (tries - 1) + [True]:
+        found, error = Found(), None
+        try:
+            found = find(resume, folder, read)
+        except InputError as raised:
+            error = raised
+        seen = torch.tensor([1, found.fingerprint, error is not None], device=device)
+        own = seen.clone()
+        all_reduce(seen)
+        ranks = seen[0]
+        differs = (own * ranks != seen).any().long()
+        all_reduce(differs)
+        if not differs:
+            break
+        if last:
+            raise InputError(
+                f"--resume {resume}: the ranks do not see the same file: "
+                "all machines must share the folder"
+            ) from error
+        time.sleep(5)
+    if error:
+        raise error
+    return found
+
+
 def reason_of(error: Exception) -> str:
     """What went wrong, in a few words."""
     return getattr(error, "strerror", None) or str(error)
@@ -224,17 +269,11 @@ def resume(
     """
     if resume is None:
         return Found()
-    found = find(resume, folder, read)
     if all_reduce:
         device = next(state["model"].parameters()).device
-        total = torch.tensor([1, found.fingerprint], device=device)
-        all_reduce(total)
-        ranks, fingerprints = total.tolist()
-        if fingerprints != found.fingerprint * ranks:
-            raise InputError(
-                f"--resume {resume}: the ranks do not see the same file: "
-                "all machines must share the folder"
-            )
+        found = find_the_same(resume, folder, read, all_reduce, device)
+    else:
+        found = find(resume, folder, read)
     if found.path:
         try:
             check_format(found.saved)

@@ -5,6 +5,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -15,7 +16,14 @@ from common.errors import InputError, RunError
 
 # torchrun, horovodrun, mpirun, srun
 RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+# The same, and MPICH; for a step of several tasks SLURM's own.
+SIZES = (
+    "WORLD_SIZE",
+    "HOROVOD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+)
 
 
 @contextmanager
@@ -26,45 +34,119 @@ def plain_exits():
     """
     # Under nohup SIGINT is ignored, and stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # A Python handler would wait for the current collective.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_at_once(signal.SIGINT)
+    open_missing_streams()
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
         yield
-    except (InputError, RunError) as error:
-        rank = next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
+    except (InputError, RunError, RuntimeError) as error:
+        status = status_of(error)
+        texts = [os.environ.get(name, "") for name in RANKS]
+        rank = next((int(text) for text in texts if text.isdecimal()), None)
         if rank:
             # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
             time.sleep(3)
         who = f"rank {rank}: " if rank else ""
         script = os.path.basename(sys.argv[0])
-        print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
+        print(f"{script}: {who}{message_of(error)}", file=sys.stderr, flush=True)
         if rank is None:
-            sys.exit(error.status)
+            sys.exit(status)
         # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
         time.sleep(1)
         # Skips the destructors of the process group, which can hang or abort.
-        os._exit(error.status)
+        os._exit(status)
+
+
+def end_at_once(*numbers: int) -> None:
+    """Let these signals end this process, whatever it does; a later call replaces them."""
+    for number in numbers:
+        # A Python handler would wait for the current collective.
+        signal.signal(number, signal.SIG_DFL)
+    if os.getpid() != 1:
+        return
+    # In a container: Linux drops signals for process 1 unless it has a handler. This one notes the
+    # signal in a pipe, which a thread reads.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+
+    def wait():
+        while (number := os.read(reader, 1)[0]) not in numbers:
+            pass
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def open_missing_streams() -> None:
+    """Let output go nowhere where a stream is closed; show what a stream cannot encode as \\x."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            # A file that is opened later would get the stream's number, and what C code prints.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            stream = os.fdopen(number, "w")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def status_of(error: Exception) -> int:
+    """The exit status of an error that is reported in one line; raises any other error again."""
+    if isinstance(error, (InputError, RunError)):
+        return error.status
+    if "DataLoader worker" in str(error):
+        return RunError.status
+    raise error
+
+
+def message_of(error: Exception) -> str:
+    """Its message in one line, without what a DataLoader puts before and after it."""
+    message = str(error)
+    if message.startswith("Caught "):
+        # The traceback of a worker.
+        kind = f"{type(error).__module__}.{type(error).__qualname__}: "
+        return message.rpartition(f"\n{kind}")[2].strip()
+    if "Bus error" in message:
+        return (
+            "a loader worker found no room in /dev/shm: give the container more "
+            "(docker run --shm-size=8g), or use fewer --workers"
+        )
+    return " ".join(message.split())
 
 
 def check_world_size(world_size: int) -> None:
     """Raise InputError if a launcher started more processes than those that train together."""
     for name in SIZES:
-        started = int(os.environ.get(name, 1))
+        started = number_in_environment(name, default=1)
         if started > world_size:
             raise InputError(
                 f"a launcher started {started} of these ({name}), and each would train alone: "
-                "use python (hvd.py: horovodrun)"
+                f"use python (hvd.py: horovodrun), or unset {name} if no launcher did"
             )
+
+
+def number_in_environment(name: str, default: int) -> int:
+    """The number in an environment variable, `default` if it is empty; raises InputError."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise InputError(f"{name}={text} in the environment is not a number: unset it")
+    return int(text)
 
 
 def torchrun_env() -> tuple[int, int]:
     """Return (LOCAL_RANK, LOCAL_WORLD_SIZE), which torchrun sets; raises InputError."""
-    if "LOCAL_RANK" not in os.environ:
-        raise InputError(
-            "LOCAL_RANK is not set: start it with a launcher, "
-            f"torchrun --nproc-per-node=2 {sys.argv[0]}"
-        )
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"):
+        if not os.environ.get(name):
+            raise InputError(
+                f"{name} is not set: start it with a launcher, "
+                f"torchrun --nproc-per-node=2 {sys.argv[0]}"
+            )
+        number_in_environment(name, default=0)
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 

@@ -21,13 +21,18 @@ class Log:
 
     Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
     under the same names. `unit` is what a sample is called. In training it logs every `seconds`.
-    On ranks other than 0 it is `quiet`, and does nothing.
+    On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
+    TensorBoard cannot write to.
     """
 
     def __init__(
         self, folder: Path | None, unit: str = "samples", seconds: float = 10, quiet: bool = False
     ):
         self.folder = folder
+        try:
+            str(folder).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"--log-dir {folder}: TensorBoard needs a name in UTF-8") from error
         self.quiet = quiet
         self.unit = unit
         self.seconds = seconds
@@ -47,7 +52,7 @@ class Log:
         if self.folder is not None:
             self._begin_results(position, config)
             lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
-        print("\n".join(lines), flush=True)
+        show("\n".join(lines))
 
     def _begin_results(self, position, config):
         event = {
@@ -119,7 +124,7 @@ class Log:
             seconds = (self.bar.total - position.steps) * self.samples_per_step / rate
             left = f" | {timedelta(seconds=round(seconds))} left"
         values = " ".join(f"{name} {value}" for name, value in shown.items())
-        print(f"{steps}: {values} | {rate:,.0f} {self.unit}/s{left}", flush=True)
+        show(f"{steps}: {values} | {rate:,.0f} {self.unit}/s{left}")
 
     def end(self, position: Position, waited: float) -> None:
         """End the stretch of training, which waited for data for `waited` seconds."""
@@ -139,7 +144,7 @@ class Log:
             return
         rate = self.speed[f"perf/{self.unit}_per_sec"]
         data_wait = self.speed["perf/data_wait"]
-        print(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait", flush=True)
+        show(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait")
         figures = {f"train/{name}": value for name, value in train.items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
         self.write(position, "evaluation", figures | self.speed)
@@ -147,7 +152,7 @@ class Log:
     def say(self, line: str) -> None:
         """Print `line`."""
         if not self.quiet:
-            print(line, flush=True)
+            show(line)
 
     def write(self, position: Position, event: str, figures: dict) -> None:
         """Append a JSON line, write the figures to TensorBoard, and hand them to the listeners."""
@@ -161,10 +166,9 @@ class Log:
         except OSError as error:
             # A full disk must not end the run.
             if not self.warned:
-                print(
+                show(
                     f"warning: no results are written to {self.folder} ({error.strerror}); "
-                    "training goes on",
-                    flush=True,
+                    "training goes on"
                 )
             self.warned = True
 
@@ -188,7 +192,16 @@ class Log:
         self.bar.close()
         where = f"epoch {position.epoch + 1}, sample {position.samples}"
         how = f": continue with --resume {folder / 'last.pt'}" if folder else ""
-        print(f"stopped after a signal at {where}{how}", flush=True)
+        show(f"stopped after a signal at {where}{how}")
+
+
+def show(text: str) -> None:
+    """Print `text`. A terminal that is gone, or a full disk behind it, does not end the run."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # Python would fail again when it flushes at its end.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def new_folder(task: str) -> Path:

@@ -1,12 +1,15 @@
 """A torch DataLoader whose worker processes start early and end with their rank."""
 
 import os
+import resource
 import signal
+import tempfile
 import threading
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from common.errors import InputError
 from common.launch import die_with_parent
 
 
@@ -22,6 +25,9 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
     else:
         batches = QuietBatchSampler(sampler, batch_size, drop_last=False)
         options["batch_sampler"] = batches
+    if workers:
+        check_temporary_folder()
+        raise_descriptor_limit(9 * workers)
     loader = DataLoader(
         dataset,
         num_workers=workers,
@@ -41,6 +47,32 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
     if batches:
         batches.quiet = False
     return loader
+
+
+def check_temporary_folder() -> None:
+    """Raise InputError if its name is too long: workers hand tensors over through sockets in it."""
+    folder = tempfile.gettempdir()
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    if len(os.fsencode(folder)) > longest:
+        raise InputError(
+            f"TMPDIR={folder} has more than {longest} characters, too many for the sockets of "
+            "loader workers: set TMPDIR to a shorter name"
+        )
+
+
+def raise_descriptor_limit(more: int) -> None:
+    """Let this process open `more` files than its soft limit, often 1,024, if it may.
+
+    A worker takes four or five descriptors of its rank, and there are loaders for training and for
+    validation.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = soft + more
+    if soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class QuietBatchSampler(BatchSampler):

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 # dist: a rank that waits for MPI frees its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import jpegs  # beside this file
 import networks
 from common import checkpoint, devices, flags, launch, profiler, schedule

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import RandomResizedCrop
 
 from common import flags
@@ -153,26 +154,36 @@ def resize(image, height, width):
     return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
 
 
-class BrokenImage(ValueError):
-    """A file that cannot be decoded."""
-
-
 def open_image(path):
-    """Return the PIL image of a file, in RGB; raises BrokenImage."""
+    """Return the PIL image of a file, in RGB; raises InputError."""
     try:
         with Image.open(path) as image:
             image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")  # convert() always copies
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BrokenImage(
-            f"{path} is not an image that can be read: delete it, or fetch it again"
+    except Image.DecompressionBombError as error:
+        raise InputError(f"{path} has too many pixels: {error}") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            # The file system says so, and the image may be good.
+            raise InputError(f"{path}: {error.strerror}") from error
+        raise InputError(
+            f"{path} cannot be decoded ({error}): delete it, or fetch it again"
         ) from error
+    if image.mode.startswith("I;16"):
+        # convert() would cut off all but the darkest 256 of 65,536 grey levels.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise InputError(
+            f"{path} has pixels of 32 bits (mode {image.mode}), whose range is not known: "
+            "convert it to 8 or 16 bits"
+        )
+    # convert() always copies.
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def pillow(path, box_of):
     """Crop the image in the file `path` to box_of(height, width), as uint8 [3, height, width].
 
-    Pillow decodes the whole image. Raises BrokenImage.
+    Pillow decodes the whole image. Raises InputError.
     """
     image = open_image(path)
     top, left, height, width = box_of(image.height, image.width)
@@ -200,29 +211,44 @@ def nvimgcodec():
     params = codec.DecodeParams(apply_exif_orientation=False)  # like Pillow
 
     def crop(path, box_of):
-        content = Path(path).read_bytes()
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from error
         if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
-            return pillow(
-                path, box_of
-            )  # it also reads PNG (ImageNet has one), and notices a truncated file
+            # It also reads PNG (ImageNet has one), and notices a truncated file.
+            return pillow(path, box_of)
         try:
             stream = codec.CodeStream(content)
             top, left, height, width = box_of(stream.height, stream.width)
             region = codec.Region(top, left, top + height, left + width)
             pixels = decoder().decode(stream.get_sub_code_stream(region=region), params=params)
             return torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # decode() returns None for what it cannot decode
-            raise BrokenImage(
-                f"{path} is not an image that can be read: delete it, or fetch it again"
-            ) from error
+        # decode() returns None for what it cannot decode.
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"{path} cannot be decoded: delete it, or fetch it again") from error
 
     return crop
 
 
 LOADERS = {"pillow": lambda: pillow, "nvimgcodec": nvimgcodec}
+
+
+class VisibleFolder(ImageFolder):
+    """An ImageFolder without hidden folders, such as .ipynb_checkpoints."""
+
+    def __init__(self, root):
+        def is_shown(path):
+            hidden = any(part.startswith(".") for part in Path(path).relative_to(root).parts)
+            return is_image_file(path) and not hidden
+
+        super().__init__(root, is_valid_file=is_shown)
+
+    def find_classes(self, directory):
+        """The visible folders in `directory`, and the numbers of them."""
+        classes, _ = super().find_classes(directory)
+        shown = [name for name in classes if not name.startswith(".")]
+        return shown, {name: number for number, name in enumerate(shown)}
 
 
 def image_tree(folder):
@@ -238,7 +264,7 @@ def image_tree(folder):
                 "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or use --synthetic"
             )
         try:
-            trees.append(ImageFolder(path))
+            trees.append(VisibleFolder(path))
         except OSError as error:
             if any(path.glob("*.JPEG")):
                 raise InputError(

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import jpegs  # beside this file
 import networks
 from common import checkpoint, devices, flags, launch, profiler, schedule

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # so that `import common` works
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import digits  # beside this file
 from common import checkpoint, devices, flags, launch, profiler, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device

@@ -293,7 +293,7 @@ def faults_of_data(group, args, train, val):
 def main():
     own, args, recipe = parse_args()
     # There is nothing to save.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    launch.end_at_once(signal.SIGTERM, signal.SIGINT)
     launch.die_with_parent()
 
     def watch():

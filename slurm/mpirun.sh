@@ -29,5 +29,5 @@ done
 # odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1.
 # The path of mpirun: with it, the other hosts find orted, also one that a module provides.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
-exec "$(command -v mpirun)" --hostfile "$1" --bind-to none -map-by slot -mca pml ob1 -mca btl ^openib \
-    -mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"
+exec "$(command -v mpirun)" --hostfile "$1" --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib \
+    --mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

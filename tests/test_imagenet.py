@@ -32,6 +32,7 @@ from torchvision import transforms
 
 from benchmarks import jpeg_tree
 from common.data import DataObject, EpochSampler, seed_of
+from common.errors import InputError
 
 sys.path.append(str(ROOT / "imagenet"))  # as for its recipes, which lie beside these two
 import jpegs
@@ -191,7 +192,7 @@ def test_corrupt_image(loader, workers, spoil, photos, tmp_path):
     path = tmp_path / "tree" / "train" / "class2" / "00002.JPEG"
     path.write_bytes(spoil(path.read_bytes()))
     train = training(tmp_path / "tree", 27, 32, loader, workers)
-    with pytest.raises(jpegs.BrokenImage, match=re.escape(str(path))):
+    with pytest.raises(InputError, match=re.escape(str(path))):
         list(train.loader)
 
 
@@ -199,8 +200,8 @@ def test_corrupt_image_ends_the_run(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "tree")
     (tmp_path / "tree" / "train" / "class2" / "00002.JPEG").write_bytes(b"no image")
     flags = "--data-dir tree --arch lenet -b 27 --image-size 32 -j 1 --log-dir log"
-    output = compute(f"{SINGLE} {flags}", tmp_path, status=1)
-    assert "tree/train/class2/00002.JPEG is not an image" in output.rstrip().splitlines()[-1]
+    output = compute(f"{SINGLE} {flags}", tmp_path, status=2)
+    assert "tree/train/class2/00002.JPEG cannot be decoded" in output.rstrip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_launch"])

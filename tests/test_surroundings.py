@@ -1,0 +1,221 @@
+"""Machines and environments that differ from ours: it works, or one line says why not."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from forked import compute, refused
+from launch import Job, need, need_horovod, run
+from PIL import Image
+from recipes import ROOT
+
+from common import workers
+from common.errors import InputError
+from imagenet import jpegs
+
+SINGLE = f"python {ROOT}/mnist/single.py --synthetic 320 --epochs 1 --device cpu --model lenet"
+FSYNC = """
+#include <errno.h>
+#include <sys/stat.h>
+int fsync(int fd) {
+    struct stat found;
+    fstat(fd, &found);
+    if (S_ISDIR(found.st_mode)) { errno = ERROR; return -1; }
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def preloaded(tmp_path):
+    """A function that makes a library in which fsync of a folder fails with an error."""
+    need(shutil.which("g++"), "apt-get install g++")
+
+    def make(error):
+        (tmp_path / "fsync.c").write_text(FSYNC.replace("ERROR", error))
+        command = ["g++", "-x", "c", "-shared", "-fPIC", "fsync.c", "-o", "fsync.so"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        return str(tmp_path / "fsync.so")
+
+    return make
+
+
+@pytest.mark.parametrize("error", ["EINVAL", "EOPNOTSUPP"])
+def test_a_file_system_that_cannot_sync_folders(error, preloaded, tmp_path):
+    """CIFS and some FUSE: borg 1287, libgit2 5356, gocryptfs 587."""
+    run(f"{SINGLE} --log-dir log", tmp_path, LD_PRELOAD=preloaded(error))
+    assert (tmp_path / "log" / "last.pt").exists()
+
+
+def test_a_folder_that_cannot_be_synced_for_another_reason(preloaded, tmp_path):
+    output = run(f"{SINGLE} --log-dir log", tmp_path, status=2, LD_PRELOAD=preloaded("EIO"))
+    assert output == (
+        "single.py: cannot write to log (Input/output error): "
+        "choose another --log-dir or --checkpoint-dir\n"
+    )
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Two classes of four small images, for training and validation; return the folder."""
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "tree" / split / label
+            folder.mkdir(parents=True)
+            for number in range(4):
+                pixels = random.integers(0, 256, (40, 40, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    return tmp_path / "tree"
+
+
+def test_hidden_folders_are_no_classes_and_no_images(tree):
+    shown = tree / "train" / "cat"
+    for hidden in (shown / ".ipynb_checkpoints", tree / "train" / ".thumbnails"):
+        hidden.mkdir()
+        shutil.copy(shown / "0.png", hidden)
+    train, val = jpegs.image_tree(tree)
+    assert len(train) == len(val) == 8
+    assert train.classes == ["cat", "dog"]
+
+
+def test_a_tree_within_a_hidden_folder(tree):
+    moved = tree.rename(tree.parent / ".data")
+    train, _ = jpegs.image_tree(moved)
+    assert len(train) == 8
+
+
+def test_grey_images_of_16_bits(tmp_path):
+    """vision 2218, pytorch 20524: they are scaled, not cut off."""
+    grey = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    Image.fromarray(grey).save(tmp_path / "deep.png")
+    found = np.asarray(jpegs.open_image(tmp_path / "deep.png"))
+    assert (found == (grey >> 8)[:, :, None]).all()
+    assert found.shape == (64, 64, 3)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_32_bits_are_refused_by_name(mode, tmp_path):
+    Image.new(mode, (8, 8)).save(tmp_path / "wide.tiff")
+    with pytest.raises(InputError, match=rf"wide.tiff has pixels of 32 bits \(mode {mode}\)"):
+        jpegs.open_image(tmp_path / "wide.tiff")
+
+
+def test_why_an_image_cannot_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "photo.png"
+    Image.new("RGB", (40, 40)).save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=r"cannot be decoded .*: delete it"):
+        jpegs.open_image(path)
+    path.unlink()
+    path.symlink_to("nowhere.png")
+    with pytest.raises(InputError, match=r"photo.png: No such file or directory$"):
+        jpegs.open_image(path)
+    path.unlink()
+    path.write_bytes(content)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(InputError, match=r"has too many pixels: Image size \(1600 pixels\)"):
+        jpegs.open_image(path)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_an_image_that_is_gone_ends_the_run_with_one_line(loader_workers, tree, tmp_path):
+    path = tree / "train" / "dog" / "1.png"
+    path.unlink()
+    path.symlink_to("nowhere.png")
+    flags = "--arch lenet --image-size 32 -b 4 --epochs 1 --device cpu --dry-run"
+    command = f"python {ROOT}/imagenet/single.py --data-dir {tree} {flags} -j {loader_workers}"
+    output = compute(f"{command} -b 8", tmp_path, status=2)
+    last = output.splitlines()[-1]
+    assert last == f"single.py: {path}: No such file or directory"
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("environment", "recipe", "says"),
+    [
+        ({"WORLD_SIZE": "4"}, "single", "or unset WORLD_SIZE"),
+        ({"PMI_SIZE": "2"}, "single", r"a launcher started 2 of these \(PMI_SIZE\)"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "single", r"started 2 of these \(SLURM_STEP_NUM_TASKS\)"),
+        ({"WORLD_SIZE": "many"}, "single", "WORLD_SIZE=many in the environment is not a number"),
+        ({"LOCAL_RANK": "0"}, "ddp_launch", "LOCAL_WORLD_SIZE is not set: start it with a launch"),
+        ({}, "ddp_launch", "LOCAL_RANK is not set: start it with a launcher"),
+    ],
+)
+def test_environments(environment, recipe, says, tmp_path):
+    """Before any data set is downloaded, which would print another line here."""
+    variables = " ".join(f"{name}={value}" for name, value in environment.items())
+    line = refused(f"{variables} python {ROOT}/mnist/{recipe}.py --data-dir none", tmp_path)
+    assert re.search(says, line)
+
+
+def test_an_empty_rank_of_slurm(tmp_path):
+    assert "epoch 1/" in compute(f"PMIX_RANK= {SINGLE} --dry-run", tmp_path)
+
+
+def test_an_address_that_another_tool_left(tmp_path):
+    """mp.spawn on one machine meets on this machine."""
+    spawn = SINGLE.replace("single.py", "ddp_spawn.py")
+    environment = "MASTER_ADDR=nowhere.invalid MASTER_PORT=1"
+    assert "world size 2" in compute(f"{environment} {spawn} -g 2 --dry-run", tmp_path)
+
+
+@pytest.mark.parametrize("start", ["python -P {}/cifar10/single.py", "python -m cifar10.single"])
+def test_other_ways_to_start_a_script(start, tmp_path):
+    """Its neighbour cifar.py is found without the folder of the script in sys.path."""
+    flags = "--synthetic 320 --device cpu --model lenet --dry-run"
+    folder = ROOT if " -m " in start else tmp_path
+    assert "epoch 1/" in run(f"{start.format(ROOT)} {flags}", folder)
+
+
+def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
+    """Its sockets would have names that are too long, and the loader would wait for ever."""
+    monkeypatch.setattr(workers.tempfile, "gettempdir", lambda: f"/{'x' * 80}")
+    with pytest.raises(InputError, match="set TMPDIR to a shorter name"):
+        workers.data_loader(torch.arange(8), range(8), 2, workers=1)
+
+
+def test_a_loader_opens_more_files_than_the_soft_limit():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    workers.raise_descriptor_limit(900)
+    after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert after == min(1924, before[1])
+
+
+@pytest.mark.parametrize("output", ["> /dev/full", ">&- 2>&-", "| head -n 1"])
+def test_output_that_goes_nowhere(output, tmp_path):
+    """Training goes on: fabric 1583, tqdm 1196."""
+    run(f"set -o pipefail; {SINGLE} --log-dir log {output}", tmp_path)
+    saved = torch.load(tmp_path / "log" / "last.pt", weights_only=True)
+    assert saved["position"]["epoch"] == 1
+
+
+def test_a_name_that_is_not_utf8(tmp_path):
+    """A Latin-1 byte in the name of the folder, which TensorBoard refuses."""
+    output = run(f"{SINGLE} --log-dir $'caf\\xe9'", tmp_path, status=2)
+    assert output == "single.py: --log-dir caf\\udce9: TensorBoard needs a name in UTF-8\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["mnist/single.py", "mnist/hvd.py"])
+def test_ctrl_c_as_process_1(script, tmp_path):
+    """In a container: moby 12022."""
+    need(os.geteuid() == 0 and shutil.which("unshare"), "root, to make a namespace of processes")
+    if "hvd" in script:
+        need_horovod("mpi")
+    flags = "--synthetic 3200 --epochs 1000 --model lenet --device cpu"
+    job = Job(f"exec unshare --pid --fork python {ROOT}/{script} {flags}", tmp_path)
+    job.wait_for("epoch 1/")
+    (process_1,) = (process for process, words in job.command_lines() if words[0] == "python")
+    process_1.send_signal(signal.SIGINT)
+    assert job.finish(timeout=60) == 128 + signal.SIGINT
