@@ -32,6 +32,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine
 from common import devices, flags, launch
 from common.errors import InputError, RunError
+from common.parent import die_with_parent
 
 
 class Group:
@@ -193,7 +194,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    launch.die_with_parent()
+    die_with_parent()
 
     def pick_device(local_rank, local_world_size):
         enough = torch.cuda.device_count() >= local_world_size

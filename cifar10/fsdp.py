@@ -11,6 +11,13 @@ import math
 import sys
 from pathlib import Path
 
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
+from common.parent import die_with_parent
+
+# dist: before torch, which loads for seconds; else a rank outlives a launcher that is killed.
+die_with_parent()
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,14 +25,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-# So that Python finds common/, and the modules beside this file, also with -P and -m.
-sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import cifar  # beside this file
-from common import checkpoint, devices, flags, flight_recorder, launch, profiler, schedule, sharded
+from common import (
+    checkpoint,
+    devices,
+    flags,
+    flight_recorder,
+    launch,
+    lease,
+    profiler,
+    schedule,
+    sharded,
+)
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.log import Log, new_folder
 from common.metrics import Best, Sums, require_finite
 from common.position import Position, seed_step
+from common.ranks import require_same
 from common.stop import StopSignal
 from common.watchdog import Watchdog
 
@@ -127,6 +143,14 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
     config = vars(args) | {"saved_by": f"FSDP, torchrun, world size {world_size}"}
     # dist: flags of the launch and of communication may differ in a run that goes on.
     may_differ = checkpoint.MAY_DIFFER | {"local_rank", "param_dtype", "reshard"}
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not args.dry_run and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        # Before the checkpoint is read: another job may be writing it.
+        lease.hold(folder, log_dir)
     found = checkpoint.resume(
         args.resume,
         args.checkpoint_dir or args.log_dir,
@@ -136,11 +160,6 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         # dist: to check that all ranks read the same file.
         all_reduce=dist.all_reduce,
     )
-    log_dir = Path(args.log_dir or new_folder(args.dataset))
-    folder = Path(args.checkpoint_dir or log_dir)
-    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-    writes = not args.dry_run and rank == 0
-    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
     if writes:
         # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
@@ -186,6 +205,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
             sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
             # Data order, rates and random state are functions of the seed and this position.
             position.advance(train.sampler.global_batch)
+            # Until now there was nothing to save, and SIGTERM ended the run at once.
+            stop.listen()
             # dist: each rank draws its own dropout.
             seed_step(args.seed, position, device, rank)
             save_due = position.multiple_of(args.checkpoint_every)
@@ -227,8 +248,6 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
 
 def main():
     args = parse_args()
-    # dist: else a rank waits for ever when its launcher is killed.
-    launch.die_with_parent()
     # dist: torchrun sets both, for each machine.
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
@@ -244,6 +263,8 @@ def main():
     world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
+    # dist: machines may have different files.
+    require_same((train.dataset, val.dataset), dist.all_reduce, device)
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(device)
     loaded = checkpoint.init_from(args.init_from, model, args.init_partial)

@@ -8,13 +8,14 @@ Read every other recipe beside this one.
 import sys
 from pathlib import Path
 
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
+
 import torch
 import torch.nn.functional as F
 
-# So that Python finds common/, and the modules beside this file, also with -P and -m.
-sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import cifar  # beside this file
-from common import checkpoint, devices, flags, launch, profiler, schedule
+from common import checkpoint, devices, flags, launch, lease, profiler, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.log import Log, new_folder
 from common.metrics import Best, Sums, require_finite
@@ -98,11 +99,14 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
     state = {"model": model, "optimizer": optimizer}
     state |= {"position": position, "sums": sums, "best": best}
     config = vars(args) | {"saved_by": "one device, world size 1"}
-    found = checkpoint.resume(args.resume, args.checkpoint_dir or args.log_dir, state, config)
     log_dir = Path(args.log_dir or new_folder(args.dataset))
     folder = Path(args.checkpoint_dir or log_dir)
     writes = not args.dry_run
     log = Log(log_dir if writes else None, "images", args.log_seconds)
+    if writes:
+        # Before the checkpoint is read: another job may be writing it.
+        lease.hold(folder, log_dir)
+    found = checkpoint.resume(args.resume, args.checkpoint_dir or args.log_dir, state, config)
     if writes:
         # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
@@ -144,6 +148,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines):
             sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
             # Data order, rates and random state are functions of the seed and this position.
             position.advance(train.sampler.global_batch)
+            # Until now there was nothing to save, and SIGTERM ended the run at once.
+            stop.listen()
             seed_step(args.seed, position, device)
             save_due = position.multiple_of(args.checkpoint_every)
             if save_due or position.multiple_of(args.log_interval):

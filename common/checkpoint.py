@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError, RunError
+from common.ranks import all_same
 
 FORMAT = 5
 # Seconds for which ranks that see other checkpoints look again.
@@ -220,27 +221,21 @@ def find_the_same(resume: str, folder: Path | None, read, all_reduce, device) ->
 
     The ranks look again for a minute, as long as NFS may hide a new file from a machine.
     """
-    tries = 1 + LOOK_AGAIN // 5
-    for last in [False] * (tries - 1) + [True]:
-        found, error = Found(), None
+    for wait in [5] * (LOOK_AGAIN // 5) + [0]:
+        error = None
+        found = Found()
         try:
             found = find(resume, folder, read)
         except InputError as raised:
             error = raised
-        seen = torch.tensor([1, found.fingerprint, error is not None], device=device)
-        own = seen.clone()
-        all_reduce(seen)
-        ranks = seen[0]
-        differs = (own * ranks != seen).any().long()
-        all_reduce(differs)
-        if not differs:
+        if all_same([found.fingerprint, error is not None], all_reduce, device):
             break
-        if last:
-            raise InputError(
-                f"--resume {resume}: the ranks do not see the same file: "
-                "all machines must share the folder"
-            ) from error
-        time.sleep(5)
+        time.sleep(wait)
+    else:
+        raise InputError(
+            f"--resume {resume}: the ranks do not see the same file: "
+            "all machines must share the folder"
+        ) from error
     if error:
         raise error
     return found
@@ -355,7 +350,8 @@ def claim(folder: Path, log_dir: Path, found: Found) -> None:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ".writable", b"")
+        for _ in ("a new file", "one that replaces it"):
+            write_atomically(folder / ".writable", b"")
         (folder / ".writable").unlink()
     except OSError as error:
         raise InputError(

@@ -7,8 +7,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from filelock import FileLock
-
+from common import lease
 from common.errors import InputError
 
 
@@ -27,7 +26,7 @@ def download(folder: Path, files: list[str], fetch) -> None:
     socket.setdefaulttimeout(30)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".download.lock"):
+        with lease.held(folder / ".download.lock"):
             if missing():
                 download_and_move(folder, missing(), fetch)
     except (OSError, RuntimeError, EOFError) as error:

@@ -1,7 +1,7 @@
-"""How a recipe is started by a launcher, and how it ends: in one line, not after its parent."""
+"""How a recipe is started by a launcher, and how it ends: in one line."""
 
-import ctypes
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -10,13 +10,11 @@ import time
 from contextlib import contextmanager
 
 import torch
-import torch.multiprocessing as mp
 
 from common.errors import InputError, RunError
+from common.parent import RANKS
 
-# torchrun, horovodrun, mpirun, srun
-RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-# The same, and MPICH; for a step of several tasks SLURM's own.
+# torchrun, horovodrun, Open MPI, MPICH, and a step of SLURM
 SIZES = (
     "WORLD_SIZE",
     "HOROVOD_SIZE",
@@ -28,13 +26,13 @@ SIZES = (
 
 @contextmanager
 def plain_exits():
-    """Let an InputError or RunError end the process with one line, and Ctrl-C at once.
+    """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
 
     SIGUSR2 prints the stacks of all threads.
     """
-    # Under nohup SIGINT is ignored, and stays so.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        end_at_once(signal.SIGINT)
+    # Under nohup SIGINT is ignored, and stays so. SIGTERM may be ignored for the launcher's sake.
+    nohup = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    end_at_once(signal.SIGTERM, *([] if nohup else [signal.SIGINT]))
     open_missing_streams()
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:
@@ -69,13 +67,18 @@ def end_at_once(*numbers: int) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def noted(*_):
+        pass
+
     for number in numbers:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, noted)
 
     def wait():
-        while (number := os.read(reader, 1)[0]) not in numbers:
-            pass
-        os._exit(128 + number)
+        while True:
+            number = os.read(reader, 1)[0]
+            if signal.getsignal(number) is noted:
+                os._exit(128 + number)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -92,31 +95,42 @@ def open_missing_streams() -> None:
             stream = os.fdopen(number, "w")
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        getattr(sys, name).reconfigure(errors="backslashreplace")
+        stream = getattr(sys, name)
+        # A notebook has streams of its own.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def status_of(error: Exception) -> int:
     """The exit status of an error that is reported in one line; raises any other error again."""
     if isinstance(error, (InputError, RunError)):
         return error.status
-    if "DataLoader worker" in str(error):
+    if "DataLoader worker" in str(error) or is_lost_connection(error):
         return RunError.status
     raise error
 
 
+def is_lost_connection(error: Exception) -> bool:
+    """Whether another rank has ended: what Gloo, Horovod and NCCL then say."""
+    texts = ("Connection closed by peer", "Connection reset by peer", "Horovod has been shut down")
+    return any(text in str(error) for text in (*texts, "ncclRemoteError"))
+
+
 def message_of(error: Exception) -> str:
     """Its message in one line, without what a DataLoader puts before and after it."""
-    message = str(error)
-    if message.startswith("Caught "):
-        # The traceback of a worker.
-        kind = f"{type(error).__module__}.{type(error).__qualname__}: "
-        return message.rpartition(f"\n{kind}")[2].strip()
+    message = " ".join(str(error).split())
+    if is_lost_connection(error):
+        return f"another rank has ended, and its own output says why ({message})"
     if "Bus error" in message:
         return (
             "a loader worker found no room in /dev/shm: give the container more "
             "(docker run --shm-size=8g), or use fewer --workers"
         )
-    return " ".join(message.split())
+    if message.startswith("Caught "):
+        # The traceback of a worker.
+        kind = f"{type(error).__module__}.{type(error).__qualname__}: "
+        return message.rpartition(f" {kind}")[2]
+    return message
 
 
 def check_world_size(world_size: int) -> None:
@@ -154,23 +168,6 @@ def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
-
-
-def die_with_parent() -> None:
-    """Let Linux kill this process when its parent dies: a rank in a collective would not notice.
-
-    To Linux the parent is a thread. That of a launcher, of mp.spawn and of a DataLoader lives as
-    long as its process; where none of them started this process, nothing is done.
-    """
-    parent = mp.parent_process()
-    launched = any(name in os.environ for name in RANKS)
-    if sys.platform != "linux" or not (launched or parent):
-        return
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and parent.pid != os.getppid():
-        # It died before prctl.
-        os._exit(1)
 
 
 def restart_unless_told(stop) -> None:

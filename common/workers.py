@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from common.errors import InputError
-from common.launch import die_with_parent
+from common.parent import die_with_parent
 
 
 def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **options) -> DataLoader:
@@ -85,9 +85,9 @@ class QuietBatchSampler(BatchSampler):
 
 
 def begin_worker(_) -> None:
-    """Let SIGTERM end a worker only if its rank sent it.
+    """Let SIGTERM end a worker only if its rank sent it, and SIGUSR1 not at all.
 
-    SLURM sends it to all processes of a job, and the rank needs data until it has saved.
+    SLURM sends them to all processes of a job, and the rank needs data until it has saved.
     """
 
     def wait_for_the_rank():
@@ -96,5 +96,6 @@ def begin_worker(_) -> None:
         os._exit(0)
 
     die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=wait_for_the_rank, daemon=True).start()

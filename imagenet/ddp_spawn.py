@@ -13,6 +13,9 @@ import os
 import sys
 from pathlib import Path
 
+# So that Python finds common/, and the modules beside this file, also with -P and -m.
+sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
+
 import torch
 import torch.distributed as dist
 
@@ -24,16 +27,16 @@ import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
-# So that Python finds common/, and the modules beside this file, also with -P and -m.
-sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 import jpegs  # beside this file
 import networks
-from common import checkpoint, devices, flags, launch, profiler, schedule, spawn
+from common import checkpoint, devices, flags, launch, lease, profiler, schedule, spawn
 from common.data import DataObject, EpochSampler, to_device
 from common.errors import InputError
 from common.log import Log, new_folder
 from common.metrics import Best, Sums, require_finite
+from common.parent import die_with_parent
 from common.position import Position, seed_step
+from common.ranks import require_same
 from common.stop import StopSignal
 from common.watchdog import Watchdog
 
@@ -159,6 +162,14 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         config = {}
     # dist: flags of the launch and of communication may differ in a run that goes on.
     may_differ = checkpoint.MAY_DIFFER | {"sync_bn", "gpus", "nodes", "nr"}
+    log_dir = Path(args.log_dir or new_folder(args.dataset))
+    folder = Path(args.checkpoint_dir or log_dir)
+    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+    writes = not (args.dry_run or args.evaluate) and rank == 0
+    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
+    if writes:
+        # Before the checkpoint is read: another job may be writing it.
+        lease.hold(folder, log_dir)
     found = checkpoint.resume(
         args.resume,
         args.checkpoint_dir or args.log_dir,
@@ -168,11 +179,6 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
         # dist: to check that all ranks read the same file.
         all_reduce=dist.all_reduce,
     )
-    log_dir = Path(args.log_dir or new_folder(args.dataset))
-    folder = Path(args.checkpoint_dir or log_dir)
-    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-    writes = not (args.dry_run or args.evaluate) and rank == 0
-    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
     if writes:
         # Refuses a folder that holds another run.
         checkpoint.claim(folder, log_dir, found)
@@ -223,6 +229,8 @@ def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
             optimizer.zero_grad()
             # Data order, rates and random state are functions of the seed and this position.
             position.advance(train.sampler.global_batch)
+            # Until now there was nothing to save, and SIGTERM ended the run at once.
+            stop.listen()
             # dist: each rank draws its own dropout.
             seed_step(args.seed, position, device, rank)
             save_due = position.multiple_of(args.checkpoint_every)
@@ -269,8 +277,8 @@ def main(local_rank, args):
     world_size = args.nodes * args.gpus
     # dist: init_process_group reads them.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    # dist: else a rank waits for ever when its launcher is killed.
-    launch.die_with_parent()
+    # dist: else a rank outlives a parent that is killed.
+    die_with_parent()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, args.gpus)
     # dist: else each process starts a thread per core.
@@ -283,6 +291,8 @@ def main(local_rank, args):
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
+    # dist: machines may have different files.
+    require_same((train.dataset, val.dataset), dist.all_reduce, device)
     networks.check(args, device)
     torch.manual_seed(args.seed)
     model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)

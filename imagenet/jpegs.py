@@ -7,6 +7,7 @@ until it is on the device. benchmarks/jpeg_loader.py measures the difference.
 
 import functools
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +100,15 @@ class Tree(Dataset):
 
     def __init__(self, tree, size):
         self.paths = np.array([os.fsencode(path) for path, _ in tree.samples])
-        self.labels, self.classes, self.size = np.array(tree.targets), len(tree.classes), size
+        self.labels = np.array(tree.targets)
+        self.classes = len(tree.classes)
+        self.size = size
+        self.root = tree.root
+
+    def fingerprint(self):
+        """A checksum of the names of all images, and of their classes, which are in the names."""
+        start = len(os.fsencode(self.root))
+        return zlib.crc32(b"\n".join(path[start:] for path in self.paths.tolist()))
 
     def __len__(self):
         return len(self.labels)
@@ -235,20 +244,45 @@ LOADERS = {"pillow": lambda: pillow, "nvimgcodec": nvimgcodec}
 
 
 class VisibleFolder(ImageFolder):
-    """An ImageFolder without hidden folders, such as .ipynb_checkpoints."""
+    """An ImageFolder without hidden folders, such as .ipynb_checkpoints.
 
-    def __init__(self, root):
-        def is_shown(path):
-            hidden = any(part.startswith(".") for part in Path(path).relative_to(root).parts)
-            return is_image_file(path) and not hidden
-
-        super().__init__(root, is_valid_file=is_shown)
+    Raises OSError for a folder that cannot be listed, whose images ImageFolder leaves out.
+    """
 
     def find_classes(self, directory):
         """The visible folders in `directory`, and the numbers of them."""
         classes, _ = super().find_classes(directory)
         shown = [name for name in classes if not name.startswith(".")]
         return shown, {name: number for number, name in enumerate(shown)}
+
+    @staticmethod
+    def make_dataset(directory, class_to_idx, **_):
+        """[(path, number of its class)], in ImageFolder's order."""
+        samples = []
+        for name, number in class_to_idx.items():
+            paths = images_below(os.path.join(directory, name))
+            if not paths:
+                raise FileNotFoundError(f"Found no images of the class {name}")
+            samples += [(path, number) for path in paths]
+        return samples
+
+
+def images_below(folder):
+    """The paths of the image files in `folder`, and in its visible folders; raises OSError."""
+
+    def stop(error):
+        raise error
+
+    walked = []
+    for path, folders, names in os.walk(folder, followlinks=True, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        walked.append((path, names))
+    return [
+        os.path.join(path, name)
+        for path, names in sorted(walked)
+        for name in sorted(names)
+        if is_image_file(name)
+    ]
 
 
 def image_tree(folder):
@@ -258,23 +292,10 @@ def image_tree(folder):
     """
     trees = []
     for path in (Path(folder, "train"), Path(folder, "val")):
-        if not path.is_dir():
-            raise InputError(
-                f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and "
-                "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or use --synthetic"
-            )
         try:
             trees.append(VisibleFolder(path))
         except OSError as error:
-            if any(path.glob("*.JPEG")):
-                raise InputError(
-                    f"{path} has all images in one folder, as in the archive: sort them by class, "
-                    "with https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/"
-                    "valprep.sh"
-                ) from error
-            raise InputError(
-                f"{path}: {str(error).splitlines()[0]}: it needs a folder of images for each class"
-            ) from error
+            raise InputError(why_no_tree(path, error)) from error
     if only := set(trees[0].classes) ^ set(trees[1].classes):
         one = min(only)
         here, there = ("train", "val") if one in trees[0].classes else ("val", "train")
@@ -283,3 +304,20 @@ def image_tree(folder):
             f"the labels would differ ({len(only)} such classes)"
         )
     return trees
+
+
+def why_no_tree(path, error):
+    """What is wrong with the folder `path` of a tree, and what to do."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_dir():
+        return (
+            f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and "
+            "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or use --synthetic"
+        )
+    if error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if any(path.glob("*.JPEG")):
+        return (
+            f"{path} has all images in one folder, as in the archive: sort them by class, with "
+            "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh"
+        )
+    return f"{path}: {error}: it needs a folder of images for each class"

@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import runpy
-import signal
 import socket
 import statistics
 import sys
@@ -30,10 +29,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
+from common.parent import die_with_parent
+
+# Before torch, which loads for seconds.
+die_with_parent()
+
+import torch
+
 from benchmarks import allreduce, machine
 from common import devices, flags, launch, schedule
 from common.data import DataObject, EpochSampler
@@ -292,9 +296,6 @@ def faults_of_data(group, args, train, val):
 
 def main():
     own, args, recipe = parse_args()
-    # There is nothing to save.
-    launch.end_at_once(signal.SIGTERM, signal.SIGINT)
-    launch.die_with_parent()
 
     def watch():
         faulthandler.dump_traceback_later(own.timeout, exit=True, file=sys.__stderr__)

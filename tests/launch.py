@@ -257,11 +257,11 @@ def assert_same(a, b):
 
 
 def everything(folder):
-    """All files in a folder, with their bytes, but not the (empty) lock of a download."""
+    """All files in a folder, with their bytes, but that of common/lease.py."""
     return sorted(
         (path, path.read_bytes())
         for path in folder.rglob("*")
-        if path.is_file() and path.name != ".download.lock"
+        if path.is_file() and path.name != ".in-use"
     )
 
 

@@ -171,6 +171,7 @@ def test_a_storm_of_signals_does_not_hang():
         "import os, signal, threading, time\n"
         "from common.stop import StopSignal\n"
         "stop = StopSignal()\n"
+        "stop.listen()\n"
         "for _ in range(20000):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
@@ -186,6 +187,7 @@ def test_a_stop_is_requested_by_both_signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     for number in before:
         stop = StopSignal()
+        stop.listen()
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
@@ -347,6 +349,7 @@ def test_an_error_after_a_stop_request_is_printed():
         "from common.stop import StopSignal\n"
         "with launch.plain_exits():\n"
         "    stop = StopSignal()\n"
+        "    stop.listen()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    raise InputError('no such file')\n"
     )
@@ -364,7 +367,7 @@ def test_an_error_after_a_stop_request_is_printed():
 
 def test_a_process_outlives_the_thread_that_started_it():
     """Without a launcher, as in a script that starts trainings from a pool of threads."""
-    child = "from common import launch; launch.die_with_parent(); import time; time.sleep(2)"
+    child = "from common import parent; parent.die_with_parent(); import time; time.sleep(2)"
     code = (
         "import subprocess, sys, threading\n"
         "started = []\n"

@@ -134,12 +134,8 @@ LOAD = {"mnist": digits.load, "cifar10": cifar.load}
 
 
 def files_in(folder):
-    """The names of all files in a folder, but not the (empty) lock."""
-    return sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != ".download.lock"
-    )
+    """The names of all files in a folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def refused(dataset, folder):

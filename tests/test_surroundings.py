@@ -13,6 +13,7 @@ from forked import compute, refused
 from launch import Job, need, need_horovod, run
 from PIL import Image
 from recipes import ROOT
+from torchvision.datasets import ImageFolder
 
 from common import workers
 from common.errors import InputError
@@ -219,3 +220,47 @@ def test_ctrl_c_as_process_1(script, tmp_path):
     (process_1,) = (process for process, words in job.command_lines() if words[0] == "python")
     process_1.send_signal(signal.SIGINT)
     assert job.finish(timeout=60) == 128 + signal.SIGINT
+
+
+def as_nobody(folder, function, *arguments):
+    """function(*arguments) as another user, in `folder`; return what it raises, as text."""
+    need(os.geteuid() == 0, "root, to become another user")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            function(*arguments)
+        except Exception as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
+@pytest.mark.parametrize("hidden", ["train/cat", "train/cat/more", "val"])
+def test_a_folder_that_may_not_be_listed(hidden, tree):
+    """Left out, its images would be missing on one machine, perhaps."""
+    (tree / "train" / "cat" / "more").mkdir()
+    shutil.copy(tree / "train" / "cat" / "0.png", tree / "train" / "cat" / "more")
+    assert as_nobody(tree, jpegs.image_tree, ".") == ""
+    (tree / hidden).chmod(0)
+    says = as_nobody(tree, jpegs.image_tree, ".")
+    assert says == f"InputError: {hidden}: Permission denied"
+
+
+def test_an_image_that_may_not_be_read(tree):
+    folder = tree / "train" / "cat"
+    (folder / "0.png").chmod(0)
+    assert as_nobody(folder, jpegs.open_image, "0.png") == "InputError: 0.png: Permission denied"
+
+
+def test_the_order_of_images_is_that_of_torchvision(tree):
+    for name in ("b/9.png", "b/10.png", "a/1.PNG", "b.png"):
+        (tree / "train" / "dog" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(tree / "train" / "dog" / "0.png", tree / "train" / "dog" / name)
+    assert jpegs.image_tree(tree)[0].samples == ImageFolder(tree / "train").samples

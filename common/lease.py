@@ -1,0 +1,87 @@
+"""What one process at a time may use: a small file names its owner, which touches it every 10 s.
+
+Not flock, which some file systems lack. The file of a process that died is taken over: at once on
+the same machine, on another one when nobody has touched it for 30 s.
+"""
+
+import multiprocessing.util
+import os
+import socket
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import SoftFileLease, Timeout
+
+from common.errors import InputError
+from common.log import show
+
+# Seconds without a touch after which a file counts as left behind.
+EXPIRES = 30
+
+
+def hold(*folders: Path) -> None:
+    """Create `folders`, and hold them until this process ends.
+
+    A job that was queued again and its copy would write the same files. Raises InputError if
+    another process holds one, or if it cannot be written.
+    """
+    for folder in sorted({folder.absolute() for folder in folders}):
+        lease = SoftFileLease(
+            folder / ".in-use", lease_duration=EXPIRES, on_compromise=end_if_taken
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            acquire_or_raise(lease)
+        except Timeout as error:
+            raise InputError(
+                f"{folder} is in use by {owner_of(lease)}: wait for its end, or choose another "
+                "--log-dir (and --checkpoint-dir)"
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {folder} ({error.strerror}): "
+                "choose another --log-dir or --checkpoint-dir"
+            ) from error
+        # Unlike atexit, this also works in a process of mp.spawn.
+        multiprocessing.util.Finalize(None, lease.release, exitpriority=0)
+
+
+def acquire_or_raise(lease: SoftFileLease) -> None:
+    """Acquire `lease`; raises Timeout if its owner still runs."""
+    try:
+        # A predecessor may still be ending.
+        lease.acquire(timeout=2)
+    except Timeout:
+        if owner_of(lease).endswith(f" on {socket.gethostname()}"):
+            raise
+        show(f"{lease.lock_file} is of {owner_of(lease)}: looking for {EXPIRES} s if it still runs")
+        lease.acquire(timeout=EXPIRES + 5)
+
+
+@contextmanager
+def held(path: Path):
+    """Hold the file `path` within a `with` block, which begins when no other process does."""
+    lease = SoftFileLease(path, lease_duration=EXPIRES)
+    try:
+        lease.acquire(timeout=10)
+    except Timeout:
+        show(f"waiting for {owner_of(lease)}, which holds {path}")
+        lease.acquire()
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def owner_of(lease: SoftFileLease) -> str:
+    """Its process and host, for people."""
+    owner = lease.owner
+    return f"process {owner.pid} on {owner.hostname}" if owner else "another process"
+
+
+def end_if_taken(loss) -> None:
+    """End this process: it stood still for so long that another one has taken its folder."""
+    # Where it only cannot touch the file, a save will say why.
+    if loss.reason != "refresh-failed":
+        show(f"another process has taken {loss.lock_file}, so this one ends")
+        os._exit(1)

@@ -1,0 +1,37 @@
+"""A process that ends when its parent does. Imports no torch, as it is wanted while that loads."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+
+# torchrun, horovodrun, mpirun, srun
+RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def die_with_parent() -> None:
+    """Let Linux kill this process when its parent dies: a rank in a collective would not notice.
+
+    To Linux the parent is a thread. That of a launcher, of mp.spawn and of a DataLoader lives as
+    long as its process; where none of them started this process, nothing is done.
+    """
+    parent = multiprocessing.parent_process()
+    launched = any(name in os.environ for name in RANKS)
+    if sys.platform != "linux" or not (launched or parent):
+        return
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died before.
+    if parent:
+        is_orphan = parent.pid != os.getppid()
+    else:
+        is_orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() == 1 and not in_python()
+    if is_orphan:
+        os._exit(1)
+
+
+def in_python() -> bool:
+    """Whether process 1, which adopts orphans, is a Python: in a container it may be torchrun."""
+    return b"python" in Path("/proc/1/cmdline").read_bytes()

@@ -1,0 +1,94 @@
+"""Two jobs in one folder, and what a job that was killed leaves there."""
+
+import os
+import re
+import shutil
+import signal
+
+import pytest
+from launch import Job, need, run
+from recipes import ROOT, in_float64
+
+from common import lease
+
+FLAGS = "--synthetic 320 --model lenet --device cpu --log-dir log"
+SINGLE = f"python {ROOT}/mnist/single.py {FLAGS}"
+ENDLESS = "--epochs 100000"
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A job that trains in tmp_path/log."""
+    job = Job(f"exec {SINGLE} {ENDLESS}", tmp_path)
+    job.wait_for("epoch 2/")
+    yield job
+    if job.running():
+        job.kill()
+        job.finish()
+
+
+@pytest.mark.parametrize("start", [SINGLE, f"{SINGLE} --resume auto --checkpoint-dir other"])
+def test_a_folder_in_use_is_refused(start, running, tmp_path):
+    said = run(start, tmp_path, status=2)
+    assert re.fullmatch(
+        rf"single.py: {tmp_path}/log is in use by process {running.process.pid} on \S+: "
+        r"wait for its end, or choose another --log-dir \(and --checkpoint-dir\)\n",
+        said,
+    )
+    at = running.output().count("epoch")
+    running.wait_for(f"epoch {at + 2}/")
+
+
+def test_one_line_of_several_ranks(running, tmp_path):
+    """The ranks that wait for rank 0 print no traceback."""
+    torchrun = f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {FLAGS}"
+    said = run(f"{torchrun} --resume auto", tmp_path, status=1)
+    assert said.count("is in use by process") == 1
+    assert "[rank1]: Traceback" not in said
+
+
+def test_a_killed_job_does_not_lock_out_its_successor(running, tmp_path):
+    running.process.kill()
+    running.process.wait()
+    said = run(f"{SINGLE} --resume auto --max-steps 1", tmp_path)
+    assert "nothing left to do" in said
+    assert not (tmp_path / "log" / ".in-use").exists()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp_spawn"])
+def test_nothing_is_left_in_the_folder_of_a_run_that_ended(strategy, tmp_path):
+    """Else its successor on another machine would wait."""
+    run(SINGLE.replace("single", strategy) + " --epochs 1", tmp_path)
+    assert not (tmp_path / "log" / ".in-use").exists()
+
+
+def test_on_another_machine(tmp_path):
+    """A process there cannot be looked at, but its file stays as it is if it died."""
+    need(os.geteuid() == 0 and shutil.which("unshare"), "root, for another host name")
+    recipe = in_float64(tmp_path, "mnist") / "single.py"
+    code = tmp_path / "common" / "lease.py"
+    code.write_text(code.read_text().replace("EXPIRES = 30", "EXPIRES = 3"))
+    here = f"python {recipe} {FLAGS} {ENDLESS}"
+    there = Job(f"exec unshare --uts bash -c 'hostname there; exec {here}'", tmp_path)
+    there.wait_for("epoch 2/")
+    said = run(here, tmp_path, status=2)
+    assert re.search(rf"in use by process {there.process.pid} on there: wait", said)
+    there.process.send_signal(signal.SIGSTOP)
+    successor = Job(f"exec {here} --resume auto", tmp_path)
+    successor.wait_for("resumed from")
+    there.process.send_signal(signal.SIGCONT)
+    assert there.finish() == 1
+    if successor.running():
+        successor.kill()
+        successor.finish()
+
+
+def test_a_download_that_another_process_has_begun(tmp_path):
+    """Who waits says for whom."""
+    command = f"exec python {ROOT}/mnist/single.py --data-dir {tmp_path}/data"
+    (tmp_path / "data" / "MNIST" / "raw").mkdir(parents=True)
+    with lease.held(tmp_path / "data" / ".download.lock"):
+        job = Job(command, tmp_path)
+        job.wait_for(f"waiting for process {os.getpid()} on ")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == -signal.SIGTERM
