@@ -24,6 +24,8 @@ def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.dev
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count() if device.type == found else 0
+    if device.index is None and local_world_size > 1 and count == 1 and sees_only_its_own():
+        return torch.device(device.type, 0)
     if device.index is None:
         wanted = local_world_size
         device = torch.device(device.type, local_rank)
@@ -37,6 +39,16 @@ def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.dev
             "start fewer processes, or use --device cpu"
         )
     return device
+
+
+def sees_only_its_own() -> bool:
+    """Whether a scheduler or a wrapper may have given each process a device of its own.
+
+    SLURM's --gpu-bind=single and --gpus-per-task do. If all processes see the same one, NCCL says
+    so when they connect.
+    """
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+    return any(name in os.environ for name in names)
 
 
 def describe(device: torch.device) -> str:

@@ -105,8 +105,11 @@ def status_of(error: Exception) -> int:
     """The exit status of an error that is reported in one line; raises any other error again."""
     if isinstance(error, (InputError, RunError)):
         return error.status
-    if "DataLoader worker" in str(error) or is_lost_connection(error):
+    a_worker_died = "DataLoader worker (pid" in str(error)
+    if a_worker_died or is_lost_connection(error) or is_lack_of_shared_memory(error):
         return RunError.status
+    if is_shared_device(error):
+        return InputError.status
     raise error
 
 
@@ -116,15 +119,30 @@ def is_lost_connection(error: Exception) -> bool:
     return any(text in str(error) for text in (*texts, "ncclRemoteError"))
 
 
+def is_lack_of_shared_memory(error: Exception) -> bool:
+    """Whether /dev/shm is full: a worker says so, or writes to it and dies."""
+    return "Bus error" in str(error) or "unable to allocate shared memory" in str(error)
+
+
+def is_shared_device(error: Exception) -> bool:
+    """Whether NCCL found two processes on one GPU."""
+    return "Duplicate GPU detected" in str(error)
+
+
 def message_of(error: Exception) -> str:
     """Its message in one line, without what a DataLoader puts before and after it."""
     message = " ".join(str(error).split())
     if is_lost_connection(error):
         return f"another rank has ended, and its own output says why ({message})"
-    if "Bus error" in message:
+    if is_lack_of_shared_memory(error):
         return (
             "a loader worker found no room in /dev/shm: give the container more "
             "(docker run --shm-size=8g), or use fewer --workers"
+        )
+    if is_shared_device(error):
+        return (
+            "two processes of this machine have the same GPU: start fewer, let each see one of its "
+            f"own, or use --device cpu ({message})"
         )
     if message.startswith("Caught "):
         # The traceback of a worker.

@@ -20,8 +20,10 @@ import faulthandler
 import inspect
 import itertools
 import json
+import math
 import os
 import runpy
+import shutil
 import socket
 import statistics
 import sys
@@ -37,6 +39,8 @@ from common.parent import die_with_parent
 die_with_parent()
 
 import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks import allreduce, machine
 from common import devices, flags, launch, schedule
@@ -50,11 +54,15 @@ SMALL = 4
 LARGE = 2**24
 # Times the median: a rank for which all others wait.
 SLOW = 1.25
-# The variable with the number of processes: its launcher, and what to do if each runs alone.
-STARTED = {
+# What to do if each process of such a launcher runs alone, by the variable with their number.
+CURES = {
     "OMPI_COMM_WORLD_SIZE": (
         "mpirun",
         "scripts/install_horovod.sh builds Horovod with the installed MPI",
+    ),
+    "PMI_SIZE": (
+        "the mpirun of MPICH",
+        "use horovodrun, or the mpirun of the Open MPI that Horovod was built with",
     ),
     "SLURM_STEP_NUM_TASKS": (
         "srun",
@@ -130,14 +138,17 @@ def faults_of_launch(group):
     """The fault, if a launcher started several processes that are not connected."""
     # The number of torchruns that have joined.
     torchruns = os.environ.get("GROUP_WORLD_SIZE")
-    for name, (launcher, cure) in STARTED.items():
-        started = int(os.environ.get(name, 1))
-        if started > int(torchruns or group.world_size):
-            if torchruns:
-                cure = (
-                    f"torchrun needs --nnodes={started} and a common --rdzv-endpoint, "
-                    "as in slurm/ddp_2nodes.sh"
-                )
+    for name in launch.SIZES:
+        started = launch.number_in_environment(name, default=1)
+        launcher, cure = CURES.get(name, ("a launcher", f"unset {name} if no launcher did"))
+        joined = group.world_size
+        if torchruns and name in CURES:
+            joined = int(torchruns)
+            cure = (
+                f"torchrun needs --nnodes={started} and a common --rdzv-endpoint, "
+                "as in slurm/ddp_2nodes.sh"
+            )
+        if started > joined:
             return [
                 f"{launcher} started {started} of these, and this one is rank {group.rank} of "
                 f"{group.world_size}, so they are not connected: {cure}"
@@ -155,11 +166,22 @@ def describe(group, own, args):
         "local_rank": group.local_rank,
         "threads": torch.get_num_threads(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "resolves": name_resolves(socket.gethostname()),
+        "shared_memory": shutil.disk_usage("/dev/shm").free,
         "device": f"{group.device} ({gpu.name})" if gpu else str(group.device),
         "place": f"GPU {gpu.uuid}" if gpu else f"local rank {group.local_rank}",
         "same": {f"--{name.replace('_', '-')}": str(value) for name, value in same.items()}
         | machine.versions(),
     }
+
+
+def name_resolves(host):
+    """Whether this machine knows the address of `host`."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def first_with(values):
@@ -232,7 +254,7 @@ def slow_ranks(ranks, seconds):
 
 
 def warnings_of(ranks):
-    """Yield what makes a host slow."""
+    """Yield what makes a host slow, or may end a run on it."""
     for host in sorted({rank["host"] for rank in ranks}):
         here = [rank for rank in ranks if rank["host"] == host]
         threads = sum(rank["threads"] for rank in here)
@@ -242,6 +264,38 @@ def warnings_of(ranks):
                 f"{len(here)} processes with {threads} threads share {cores} cores of {host}: "
                 f"set OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer"
             )
+        if not here[0]["resolves"]:
+            yield (
+                f"{host} does not know its own name, so launchers wait or fail: "
+                f"add the line '127.0.0.1 {host}' to /etc/hosts, or its address in the network"
+            )
+
+
+def faults_of_shared_memory(ranks, needs):
+    """The hosts whose /dev/shm is too small for the batches of their loader workers."""
+    faults = []
+    for host in sorted({rank["host"] for rank in ranks}):
+        here = [number for number, rank in enumerate(ranks) if rank["host"] == host]
+        need = sum(needs[number] for number in here)
+        free = ranks[here[0]]["shared_memory"]
+        if need > free:
+            faults.append(
+                f"/dev/shm of {host} has {free >> 20} MiB left, and the batches of loader workers "
+                f"take up to {math.ceil(need / 2**20)} MiB: give a container more "
+                "(docker run --shm-size=8g), or use fewer --workers"
+            )
+    return faults
+
+
+def shared_memory_of(loader):
+    """The bytes of the batches that the workers of a loader have ready, judged by one sample."""
+    has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+    if not has_workers or isinstance(loader.dataset, IterableDataset):
+        return 0
+    sample = tree_leaves(loader.collate_fn([loader.dataset[0]]))
+    bytes_of_sample = sum(leaf.nbytes for leaf in sample if isinstance(leaf, torch.Tensor))
+    batches = loader.num_workers * loader.prefetch_factor
+    return batches * loader.batch_sampler.batch_size * bytes_of_sample
 
 
 def length_of(dataset):
@@ -358,12 +412,17 @@ def main():
         loader = train.loader
         faults, what_is_read = faults_of_data(group, args, train, val)
         stop_if(faults)
+        needs = [int(text) for text in group.gather_text(str(shared_memory_of(loader)))]
+        stop_if(faults_of_shared_memory(ranks, needs))
         say(f"{name_of_data(own, args)}: {what_is_read}")
         if {"lr", "scale_lr", "global_batch_size"} <= vars(args).keys():
             factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
             say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
-    warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
+    warnings = [
+        *warnings_of(ranks),
+        *slow_ranks(ranks, [json.loads(text) for text in work]),
+    ]
     for warning in warnings:
         say(f"warning: {warning}")
     but = " but for the warnings" if warnings else ""

@@ -265,6 +265,21 @@ def everything(folder):
     )
 
 
+def on_small_disk(command, cwd, size, at):
+    """`command` in a mount namespace of its own where `at` is a disk of `size`.
+
+    What is on it at the end is copied.
+    """
+    unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True)
+    need(os.geteuid() == 0 and unshare.returncode == 0, "root and unshare, to mount a small disk")
+    (cwd / at).mkdir(exist_ok=True)
+    (cwd / "command.sh").write_text(
+        f"mount -t tmpfs -o size={size} tmpfs {at}\n{command}\nstatus=$?\n"
+        f"cp -a {at} copy\nexit $status\n"
+    )
+    return "unshare -m bash command.sh"
+
+
 def one_line(shown):
     lines = shown.splitlines()
     assert len(lines) == 1, lines

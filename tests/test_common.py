@@ -340,6 +340,17 @@ def test_one_device_by_name(monkeypatch):
         devices.pick("cuda:1", local_rank=0, local_world_size=2)
 
 
+def test_a_process_that_sees_only_its_own_device(monkeypatch):
+    """SLURM's --gpu-bind=single: mace 435, ignite 3259, DeepSpeed 3165."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(InputError, match="torch sees 1 cuda devices, and 2 are needed"):
+        devices.pick("auto", local_rank=1, local_world_size=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert devices.pick("auto", local_rank=1, local_world_size=2) == torch.device("cuda", 0)
+
+
 def test_an_error_after_a_stop_request_is_printed():
     """Also by a rank that is not the first."""
     code = (

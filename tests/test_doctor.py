@@ -11,8 +11,10 @@ import psutil
 import pytest
 from cluster import SlurmJob
 from forked import compute
-from launch import Job, free_port, need, need_horovod, run
+from launch import Job, free_port, need, need_horovod, on_small_disk, run
 from recipes import ROOT, commands
+
+from benchmarks import jpeg_tree
 
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
@@ -215,6 +217,33 @@ def test_a_launcher_whose_processes_are_alone(tmp_path):
     lines = {line for line in output.splitlines() if line.startswith("doctor: ")}
     assert len(lines) == 1, output
     assert "mpirun started 2 of these, and this one is rank 0 of 1" in lines.pop()
+
+
+def test_under_mpich(tmp_path):
+    """Horovod is built with Open MPI: each process is alone."""
+    need(shutil.which("mpirun.mpich"), "apt-get install mpich")
+    output = run(f"mpirun.mpich -np 2 python {SCRIPT}", cwd=tmp_path, status=1)
+    assert "the mpirun of MPICH started 2 of these, and this one is rank 0 of 1" in output
+
+
+def test_a_host_that_does_not_know_its_name(tmp_path):
+    """torchrun waits there (pytorch 150532), and horovodrun's ranks crash."""
+    need(os.geteuid() == 0 and shutil.which("unshare"), "root, for another host name")
+    command = f"hostname unheard-of; python {SCRIPT} --dataset none"
+    output = run(f"unshare --uts bash -c '{command}'", tmp_path)
+    assert "warning: unheard-of does not know its own name" in output
+
+
+@pytest.mark.parametrize(("size", "fits"), [("2m", False), ("64m", True)])
+def test_shared_memory(size, fits, tmp_path):
+    """Two workers keep two batches of 8 images of 224x224 each: 5 MB. Docker gives 64 MB."""
+    jpeg_tree.make(tmp_path / "tree", images=20)
+    flags = "--dataset imagenet --data-dir tree --model lenet -b 8 -j 2"
+    command = on_small_disk(f"python {SCRIPT} {flags}", tmp_path, size, "/dev/shm")
+    output = run(command, tmp_path, status=0 if fits else 1)
+    assert fits != bool(
+        re.match("doctor: /dev/shm of .* has 2 MiB left, .* 5 MiB", verdict(output))
+    )
 
 
 def test_ranks_that_differ(tmp_path):

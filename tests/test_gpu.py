@@ -100,6 +100,15 @@ def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
         assert difference < 1e-3
 
 
+@pytest.mark.parametrize("name", ["ddp_launch.py", "hvd.py"])
+def test_each_process_sees_one_gpu(name, on_the_cpu, tmp_path):
+    """As SLURM's --gpu-bind=single gives it: each uses its device 0."""
+    flags = f"{TRAINING} -b 16 --lr 0.02 --log-dir log"
+    pretended(ROOT / "mnist" / name, flags, tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="3")
+    ours, expected = checkpoint(tmp_path / "log"), checkpoint(on_the_cpu("mnist"))
+    assert largest_difference(ours["model"], expected["model"]) < 1e-3
+
+
 # Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.14.
 # Those of Horovod itself are not counted.
 LAUNCHES = {

@@ -20,9 +20,8 @@ from common.errors import InputError
 from imagenet import jpegs
 
 SINGLE = f"python {ROOT}/mnist/single.py --synthetic 320 --epochs 1 --device cpu --model lenet"
+# What a file system may refuse, in C: preloaded, it answers in place of the C library.
 FSYNC = """
-#include <errno.h>
-#include <sys/stat.h>
 int fsync(int fd) {
     struct stat found;
     fstat(fd, &found);
@@ -30,34 +29,59 @@ int fsync(int fd) {
     return 0;
 }
 """
+FLOCK_AND_LINK = """
+int flock(int fd, int operation) { errno = ENOSYS; return -1; }
+int link(const char *from, const char *to) { errno = EPERM; return -1; }
+int linkat(int a, const char *from, int b, const char *to, int flags) { errno = EPERM; return -1; }
+"""
+RENAME_OVER_A_FILE = """
+int rename(const char *from, const char *to) {
+    if (access(to, F_OK) == 0) { errno = EEXIST; return -1; }
+    return renameat(AT_FDCWD, from, AT_FDCWD, to);
+}
+"""
+HEADERS = "".join(
+    f"#include <{name}.h>\n" for name in ("errno", "fcntl", "stdio", "sys/stat", "unistd")
+)
 
 
-@pytest.fixture
-def preloaded(tmp_path):
-    """A function that makes a library in which fsync of a folder fails with an error."""
-    need(shutil.which("g++"), "apt-get install g++")
-
-    def make(error):
-        (tmp_path / "fsync.c").write_text(FSYNC.replace("ERROR", error))
-        command = ["g++", "-x", "c", "-shared", "-fPIC", "fsync.c", "-o", "fsync.so"]
-        subprocess.run(command, cwd=tmp_path, check=True)
-        return str(tmp_path / "fsync.so")
-
-    return make
+def preloaded(code, folder):
+    """Compile C functions to a library for LD_PRELOAD."""
+    need(shutil.which("gcc"), "apt-get install gcc")
+    (folder / "refuses.c").write_text(HEADERS + code)
+    command = ["gcc", "-shared", "-fPIC", "-w", "refuses.c", "-o", "refuses.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return str(folder / "refuses.so")
 
 
 @pytest.mark.parametrize("error", ["EINVAL", "EOPNOTSUPP"])
-def test_a_file_system_that_cannot_sync_folders(error, preloaded, tmp_path):
+def test_a_file_system_that_cannot_sync_folders(error, tmp_path):
     """CIFS and some FUSE: borg 1287, libgit2 5356, gocryptfs 587."""
-    run(f"{SINGLE} --log-dir log", tmp_path, LD_PRELOAD=preloaded(error))
+    library = preloaded(FSYNC.replace("ERROR", error), tmp_path)
+    run(f"{SINGLE} --log-dir log", tmp_path, LD_PRELOAD=library)
     assert (tmp_path / "log" / "last.pt").exists()
 
 
-def test_a_folder_that_cannot_be_synced_for_another_reason(preloaded, tmp_path):
-    output = run(f"{SINGLE} --log-dir log", tmp_path, status=2, LD_PRELOAD=preloaded("EIO"))
+def test_a_file_system_without_locks_and_hard_links(tmp_path):
+    library = preloaded(FLOCK_AND_LINK, tmp_path)
+    run(f"{SINGLE} --log-dir log", tmp_path, LD_PRELOAD=library)
+    again = f"{SINGLE.replace('--epochs 1', '--epochs 2')} --log-dir log --resume auto"
+    run(again, tmp_path, LD_PRELOAD=library)
+    assert (tmp_path / "log" / "previous.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (FSYNC.replace("ERROR", "EIO"), "Input/output error"),
+        (RENAME_OVER_A_FILE, "File exists"),
+    ],
+)
+def test_a_file_system_that_cannot_save(code, reason, tmp_path):
+    library = preloaded(code, tmp_path)
+    output = run(f"{SINGLE} --log-dir log", tmp_path, status=2, LD_PRELOAD=library)
     assert output == (
-        "single.py: cannot write to log (Input/output error): "
-        "choose another --log-dir or --checkpoint-dir\n"
+        f"single.py: cannot write to log ({reason}): choose another --log-dir or --checkpoint-dir\n"
     )
 
 
