@@ -9,7 +9,15 @@ import numpy as np
 import psutil
 import pytest
 from forked import ForkedJob, compute
-from launch import Job, checkpoint, need_horovod, place, run, strategies
+from launch import (
+    Job,
+    checkpoint,
+    need_horovod,
+    on_small_disk,
+    place,
+    run,
+    strategies,
+)
 from PIL import Image
 from recipes import ROOT, STEP, changed_copy
 

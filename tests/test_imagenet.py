@@ -5,13 +5,10 @@ import re
 import shutil
 import signal
 import sys
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 from forked import compute, refused
 from launch import (
     TOLERANCE,
@@ -31,6 +28,7 @@ from recipes import ROOT, STEP, changed_copy, in_float64, small
 from torchvision import transforms
 
 from benchmarks import jpeg_tree
+from cifar10 import cifar
 from common.data import DataObject, EpochSampler, seed_of
 from common.errors import InputError
 
@@ -218,22 +216,18 @@ def test_ctrl_c_with_workers(strategy, photos, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def cifar_tree(tmp_path_factory):
+def cifar_tree(real_data, tmp_path_factory):
     """A part of CIFAR-10 as an ImageNet tree: ten classes, 4,000 images, and 1,000 to validate."""
-    archive = SHARED / "cifar10-jpeg.tar.xz"
-    need(archive.exists(), f"{archive}: the real images")
-    folder, left = tmp_path_factory.mktemp("cifar"), {}
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            if member.isfile():
-                split, label, name = Path(member.name).parts[-3:]
-                left.setdefault((split, label), {"train": 400, "test": 100}[split])
-                if left[split, label]:
-                    left[split, label] -= 1
-                    name = Path(name).with_suffix(".JPEG")
-                    path = folder / split.replace("test", "val") / label / name
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(tar.extractfile(member).read())
+    folder = tmp_path_factory.mktemp("cifar")
+    datasets = cifar.load(real_data("cifar10"), None, 0)
+    for split, dataset, images in zip(("train", "val"), datasets, (400, 100), strict=True):
+        pictures, labels = dataset.tensors
+        for label in range(10):
+            path = folder / split / f"class{label}"
+            path.mkdir(parents=True)
+            for number, picture in enumerate(pictures[labels == label][:images]):
+                image = Image.fromarray(picture.permute(1, 2, 0).numpy())
+                image.save(path / f"{number:05}.JPEG", quality=95)
     return folder
 
 
