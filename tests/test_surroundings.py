@@ -9,13 +9,14 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from forked import compute, refused
-from launch import Job, need, need_horovod, run
+from forked import ForkedJob, compute, refused
+from launch import Job, free_port, need, need_horovod, run
 from PIL import Image
 from recipes import ROOT
+from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 
-from common import workers
+from common import ranks, workers
 from common.errors import InputError
 from imagenet import jpegs
 
@@ -288,3 +289,52 @@ def test_the_order_of_images_is_that_of_torchvision(tree):
         (tree / "train" / "dog" / name).parent.mkdir(exist_ok=True)
         shutil.copy(tree / "train" / "dog" / "0.png", tree / "train" / "dog" / name)
     assert jpegs.image_tree(tree)[0].samples == ImageFolder(tree / "train").samples
+
+
+def test_machines_with_different_images(tree, tmp_path):
+    """One of them lacks a file: their batches would not be parts of one."""
+    for machine in ("first", "second"):
+        shutil.copytree(tree, tmp_path / machine / "tree")
+    (tmp_path / "second" / "tree" / "train" / "cat" / "1.png").rename(
+        tmp_path / "second" / "tree" / "train" / "cat" / "other.png"
+    )
+    flags = "--data-dir tree --arch lenet --image-size 32 -b 2 -j 0 --device cpu --log-dir log"
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    jobs = [
+        ForkedJob(
+            f"python {ROOT}/imagenet/ddp_spawn.py {flags} -n 2 -g 1 -nr {number}",
+            cwd=tmp_path / machine,
+            **where,
+        )
+        for number, machine in enumerate(("first", "second"))
+    ]
+    assert [job.finish() for job in jobs] == [2, 2]
+    first = jobs[0].output()
+    assert first.startswith("ddp_spawn.py: the data set is not the same on all ranks")
+    assert len(first.splitlines()) == 1
+    assert not (tmp_path / "first" / "log").exists()
+
+
+def test_fingerprints_of_data_sets():
+    images = torch.arange(24).view(4, 2, 3)
+    labels = torch.tensor([0, 1, 0, 1])
+    one = ranks.fingerprint(TensorDataset(images, labels))
+    assert ranks.fingerprint(TensorDataset(images.clone(), labels)) == one
+    assert ranks.fingerprint(TensorDataset(images.flip(0), labels)) != one
+    assert ranks.fingerprint(TensorDataset(images, labels.flip(0))) != one
+    assert ranks.fingerprint(range(7)) == 7
+    assert ranks.fingerprint(iter(())) == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"), [([5, 5, 5], True), ([4, 5, 6], False), ([0, 0, 1], False)]
+)
+def test_numbers_of_all_ranks(numbers, same):
+    """Also for the rank whose number is the mean of all."""
+    cpu = torch.device("cpu")
+    totals = iter([torch.tensor([3, sum(numbers)]), torch.tensor(0 if same else 2)])
+
+    def all_reduce(tensor):
+        tensor.copy_(next(totals))
+
+    assert ranks.all_same([5], all_reduce, cpu) == same
