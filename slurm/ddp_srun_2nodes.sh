@@ -19,6 +19,7 @@
 set -euo pipefail
 
 recipe=${1:-cifar10/ddp_launch.py}
+[ -n "${SLURM_NTASKS_PER_NODE:-}" ] || { echo "$0: use --ntasks-per-node in place of --ntasks" >&2; exit 2; }
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # What torchrun would set for each process: where rank 0 listens, and from SLURM's variables who the process is
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -30,6 +31,7 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes wh
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c "export $who; exec python \"\$@\"" \
+    bash -c "trap '' USR1 USR2; export $who; exec python \"\$@\"" \
     python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

@@ -34,5 +34,7 @@ if [ "${LAUNCHER:-mpirun}" = srun ]; then  # if SLURM and Open MPI have the same
     launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
 fi
 
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
+# shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh "${launch[@]}" \
-    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    bash -c 'trap "" USR1 USR2; exec python "$@"' python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

@@ -5,17 +5,16 @@
 #     slurm/mpirun.sh HOSTFILE cifar10/hvd.py --epochs 10
 #     slurm/mpirun.sh HOSTFILE cifar10/ddp_launch.py --epochs 10
 #
-# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4. The first has rank 0:
-# start it there, or on a host that is not in HOSTFILE.
+# Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4 (see slurm/hosts.sh). The
+# first has rank 0: start it there, or on a host that is not in HOSTFILE.
 # Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
-[ -r "${1:-}" ] || { echo "mpirun.sh: give a file with a line for each host: node1 slots=4" >&2; exit 2; }
 
+hosts=$(slurm/hosts.sh "${1:-}")
 recipe=${2:-cifar10/hvd.py}
 start=("$(command -v python)")
 if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each process, from Open MPI's variables
-    MASTER_ADDR=$(awk '/^[^#]/ { print $1; exit }' "$1")
-    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+    export MASTER_ADDR=${hosts%%:*} MASTER_PORT=${MASTER_PORT:-29500}
     # shellcheck disable=SC2016  # the bash of each process expands them
     who='RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
         LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE'
@@ -29,5 +28,5 @@ done
 # odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1.
 # The path of mpirun: with it, the other hosts find orted, also one that a module provides.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
-exec "$(command -v mpirun)" --hostfile "$1" --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib \
+exec "$(command -v mpirun)" --host "$hosts" --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib \
     --mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

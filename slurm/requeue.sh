@@ -18,18 +18,30 @@ job=$SLURM_JOB_ID
 "$@" &
 command=$!
 warned=
-trap 'trap "" USR1; warned=yes; kill -USR1 $command 2> /dev/null || true' USR1  # ignore further ones
+stops=
+trap 'trap "" USR1; warned=yes; stops=yes' USR1  # ignore further ones
 # The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a
 # second one, as SLURM also sends TERM to mpirun itself.
-trap 'kill -USR1 $command 2> /dev/null || true' TERM
+trap 'stops=yes' TERM
 trap 'kill -USR2 $command 2> /dev/null || true' USR2  # scancel --batch --signal=USR2: the stacks of mpirun's ranks
 while kill -0 $command 2> /dev/null; do
-    wait $command || true  # a signal interrupts it
+    if [ -n "$stops" ]; then
+        # Again and again: ranks that are still starting ignore it.
+        kill -USR1 $command 2> /dev/null || true
+        sleep 2
+    else
+        wait $command || true  # a signal interrupts it
+    fi
 done
 status=0
 wait $command || status=$?
 times=${SLURM_RESTART_COUNT:-0}
-if [[ $(scontrol show job "$job") =~ PreemptTime=[0-9] ]]; then
+shown=$(scontrol show job "$job")
+preempted=
+[[ ! $shown =~ PreemptTime=[0-9] ]] || preempted=yes
+if [ -n "$preempted$warned" ] && [[ $shown =~ Requeue=0 ]]; then
+    echo "$SLURM_JOB_NAME: not queued again, because of --no-requeue: submit it again, with this --log-dir" >&2
+elif [ -n "$preempted" ]; then
     echo "$SLURM_JOB_NAME: preempted, and queued again"
     scontrol requeue "$job"
 elif [ -n "$warned" ] && [ $status = 0 ] && [ "$times" -lt "${MAX_REQUEUES:-10}" ]; then

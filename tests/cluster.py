@@ -139,7 +139,8 @@ class SlurmJob:
                     environment.get(name) for name in (MARK, "SLURM_JOB_ID", "SLURMD_NODENAME")
                 ]
                 if where == [self.cluster.mark, self.id, node] and re.search(
-                    r"python\S*( -u)? \S+/(ddp_launch|hvd)\.py", " ".join(process.cmdline())
+                    r"^\S*python\S*( -u)? \S+/(single|ddp_spawn|ddp_launch|hvd)\.py",
+                    " ".join(process.cmdline()),
                 ):
                     found.append(process)
             except psutil.Error:

@@ -315,6 +315,52 @@ def test_fsdp_preempted(cluster, tmp_path):
     assert_same(saved["optimizer"], undisturbed["optimizer"])
 
 
+STARTS = {
+    "single": "--cpus-per-task=1 slurm/single.sh mnist/single.py",
+    "array": "--cpus-per-task=1 --array=0 slurm/array.sh mnist/single.py",
+    "ddp": "--cpus-per-task=1 slurm/ddp_2nodes.sh mnist/ddp_launch.py",
+    "ddp srun": "--cpus-per-task=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py",
+    "ddp spawn": "--cpus-per-task=1 slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py",
+    "hvd mpirun": "--cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py",
+    "hvd srun": "--cpus-per-task=1 slurm/hvd_2nodes.sh mnist/hvd.py",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=MPI_INIT_CAN_CRASH if name == "hvd srun" else ()) for name in STARTS],
+)
+def test_signals_while_python_starts(name, cluster, tmp_path):
+    """USR2 (stacks) ends no rank; USR1 (the warning) stops the run later, and queues it again."""
+    if "hvd" in name:
+        need_horovod("mpi")
+    one = "" if name in ("single", "array") else "--nodes=2 --ntasks-per-node=1"
+    flags = "--synthetic 640 --model lenet --device cpu --epochs 1000000"
+    job = SlurmJob(
+        cluster,
+        tmp_path,
+        f"--gpus-per-node=1 {one} {STARTS[name]} {flags}",
+        LAUNCHER=name.split()[-1],
+    )
+    while not job.ranks("node1") + job.ranks("node2"):
+        time.sleep(0.02)
+    cluster.run(f"scancel --signal=USR2 {job.id}")
+    cluster.run(f"scancel --batch --signal=USR1 {job.id}")
+    job.wait_for("queued again, 1 of 10")
+    cluster.run(f"scancel {job.id}")
+    log = job.finish("CANCELLED")
+    assert log.count("stopped after a signal") == 1
+    assert "Terminated" not in log and "User defined signal" not in log
+
+
+def test_a_job_that_may_not_be_queued_again(slow_job, cluster):
+    job = slow_job(sbatch="--no-requeue")
+    cluster.run(f"scancel --batch --signal=USR1 {job.id}")
+    log = job.finish()
+    assert "ddp: not queued again, because of --no-requeue" in log
+    assert "queued again, 1 of" not in log
+
+
 def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
     """With MAX_REQUEUES=1 the second warning ends the job.
 

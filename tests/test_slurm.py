@@ -33,6 +33,15 @@ LAUNCHES = {
     "single": (
         f"--cpus-per-task=1 slurm/single.sh mnist/single.py {TRAINING} --batch-size 32 --lr 0.04"
     ),
+    # More tasks than a script starts processes.
+    "single of two tasks": (
+        "--ntasks-per-node=2 --cpus-per-task=1 slurm/single.sh mnist/single.py "
+        f"{TRAINING} --batch-size 32 --lr 0.04"
+    ),
+    "ddp of two tasks": (
+        "--nodes=2 --gpus-per-node=2 --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_2nodes.sh "
+        f"mnist/ddp_launch.py {SIZE}"
+    ),
 }
 
 
@@ -59,12 +68,21 @@ def test_launch(name, cluster, one_process, tmp_path):
         need_horovod("mpi")
     job = SlurmJob(cluster, tmp_path, LAUNCHES[name], LAUNCHER=name.split()[-1])
     log = job.finish()
-    world_size = {"single": 1, "ddp on one node": 2}.get(name, 4)
+    world_size = {"single": 1, "single of two tasks": 1, "ddp on one node": 2}.get(name, 4)
     assert len(re.findall(rf"^mnist: .* world size {world_size} \|", log, re.MULTILINE)) == 1
     assert log.count("epoch 2/2: ") == 1
     assert f"world size {world_size}" in checkpoint(job.runs())["config"]["saved_by"]
     assert place(checkpoint(job.runs())) == (2, 0)
     assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
+
+
+def test_tasks_whose_number_per_node_is_not_known(cluster, tmp_path):
+    flags = "--nodes=2 --ntasks=2 --cpus-per-task=1 --gpus-per-node=0"
+    script = (ROOT / "slurm" / "ddp_srun_2nodes.sh").read_text()
+    (tmp_path / "copy.sh").write_text(script.replace("#SBATCH --ntasks-per-node=4\n", ""))
+    log = SlurmJob(cluster, tmp_path, f"{flags} copy.sh mnist/ddp_launch.py").finish("FAILED")
+    assert log.endswith("use --ntasks-per-node in place of --ntasks\n")
+    assert len(log.splitlines()) == 1
 
 
 def test_array_and_its_table(cluster, tmp_path):
@@ -149,11 +167,50 @@ HOSTS = {
 }
 
 
+HOST_FILE = """\
+# two machines
+
+node1 slots=1 max_slots=2   # the first
+node2:1
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "hosts"),
+    [
+        (HOST_FILE, "node1:1,node2:1"),
+        (HOST_FILE.replace("\n", "\r\n"), "node1:1,node2:1"),
+        ("node1\nnode2 slots = 3\nnode1 slots=2", "node1:3,node2:3"),
+    ],
+)
+def test_host_files(content, hosts, tmp_path):
+    """Horovod 1428, 2090."""
+    (tmp_path / "hosts").write_text(content)
+    assert run(f"{ROOT}/slurm/hosts.sh hosts", tmp_path) == f"{hosts}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("node1\nnode2 slots=many", "line 2 has slots=many"),
+        ("node1 4", "line 1 has 4"),
+        ("node1 slots=0", "line 1 has no slot"),
+        ("# nothing", "it names no host"),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["horovodrun.sh", "mpirun.sh"])
+def test_wrong_host_files(launcher, content, what, tmp_path):
+    link_repository(tmp_path)
+    (tmp_path / "hosts").write_text(content)
+    output = run(f"slurm/{launcher} hosts", tmp_path, status=2)
+    assert output == f"hosts: {what}; a line is: node1 slots=4\n"
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_hosts_reached_by_ssh(name, cluster, tmp_path):
     need_horovod("mpi")
     link_repository(tmp_path)
-    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    (tmp_path / "hosts").write_text(HOST_FILE)
     output = cluster.run(
         f"{HOSTS[name]} --synthetic 320 -b 16 --model lenet --epochs 1 --log-dir log", cwd=tmp_path
     )
