@@ -7,7 +7,7 @@ the same machine, on another one when nobody has touched it for 30 s.
 import multiprocessing.util
 import os
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
@@ -43,7 +43,13 @@ def hold(*folders: Path) -> None:
                 "choose another --log-dir or --checkpoint-dir"
             ) from error
         # Unlike atexit, this also works in a process of mp.spawn.
-        multiprocessing.util.Finalize(None, lease.release, exitpriority=0)
+        multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0)
+
+
+def release(lease: SoftFileLease) -> None:
+    """Delete its file; where that fails, it counts as left behind after a while."""
+    with suppress(OSError):
+        lease.release()
 
 
 def acquire_or_raise(lease: SoftFileLease) -> None:

@@ -144,7 +144,7 @@ def test_disk_full_during_a_save(strategy, tmp_path):
     whole_epochs = len(re.findall(r"^epoch \d/4: ", output, re.MULTILINE))
     assert whole_epochs == 1
     assert place(good(tmp_path / "copy")) == (0, 2560), "the one before the evaluation"
-    assert not list((tmp_path / "copy").glob(".*")), "no partial file takes up space"
+    assert not list((tmp_path / "copy").glob(".*.partial")), "no partial file takes up space"
 
 
 def test_disk_full_for_results(tmp_path):
@@ -153,7 +153,7 @@ def test_disk_full_for_results(tmp_path):
         f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir "
         "checkpoints"
     )
-    output = run(on_small_disk(command, tmp_path, "4k", "disk"), cwd=tmp_path)
+    output = run(on_small_disk(command, tmp_path, "8k", "disk"), cwd=tmp_path)
     assert "warning: no results are written to disk (No space left on device)" in output
     assert place(checkpoint(tmp_path / "checkpoints")) == (3, 0)
 
@@ -162,8 +162,11 @@ def test_folder_becomes_read_only(tmp_path):
     recipe = (
         f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir log --checkpoint-dir disk"
     )
-    # Not with a file open.
-    remount = "until [ -e disk/previous.pt ] && mount -o remount,ro disk; do sleep 0.05; done"
+    # A second mount, in front of the first, which has a file open.
+    remount = (
+        "until [ -e disk/previous.pt ]; do sleep 0.05; done; "
+        "mount --bind disk disk; mount -o remount,bind,ro disk"
+    )
     output = fails(on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk"), tmp_path)
     assert output.count("Read-only file system") == 1
     assert "Traceback" not in output

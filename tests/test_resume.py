@@ -404,10 +404,11 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
         "            if position.samples == int(os.environ['STOP_AT']):\n"
         "                signal.raise_signal(signal.SIGUSR1)\n"
     )
-    changed_copy(tmp_path, "mnist/single.py", STEP, STEP + stops)
+    listens = "            stop.listen()\n"
+    changed_copy(tmp_path, "mnist/single.py", listens, listens + stops)
     for name in (recipe, "hvd.py"):
         path = tmp_path / "mnist" / name
-        path.write_text(path.read_text().replace(STEP, STEP + stops))
+        path.write_text(path.read_text().replace(listens, listens + stops))
     flags = (
         "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu "
         "--log-interval 1"
@@ -416,9 +417,9 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     compute(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
     # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
     chain = [
-        (torchrun, 0, (0, 64)),
-        (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 128, (0, 192)),
-        (f"python mnist/single.py -b 64 {flags}", 64, (1, 128)),
+        (torchrun, 64, (0, 64)),
+        (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 192, (0, 192)),
+        (f"python mnist/single.py -b 64 {flags}", 128, (1, 128)),
         (torchrun, -1, (2, 0)),
     ]
     for number, (command, stop_at, ends) in enumerate(chain):
