@@ -1,6 +1,5 @@
 """Checkpoints: last.pt, previous.pt and best.pt. A crash at any moment leaves a good one."""
 
-import errno
 import io
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError, RunError
+from common.files import write_atomically
 from common.ranks import all_same
 
 FORMAT = 5
@@ -82,35 +82,6 @@ class Found:
         return lines
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Replace the file `path` as a whole, also in a crash; raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        # Frees its space on a full disk.
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Let new names in `folder` survive a power cut, where the file system can; raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # CIFS and some FUSE file systems refuse it. The file itself is on the disk.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def keep_previous(folder: Path) -> None:
     """Let previous.pt be the present last.pt, which stays where it is; raises OSError."""
     partial = folder / ".previous.pt.partial"
@@ -175,7 +146,7 @@ def read(path: Path) -> tuple[dict, int]:
         # weights_only: a pickle could run code.
         saved = torch.load(path, map_location="cpu", weights_only=True)
         saved["format"] = int(saved["format"])
-    except (OSError, CorruptCheckpoint):
+    except (OSError, MemoryError, CorruptCheckpoint):
         raise
     # A file that torch.save did not write can raise anything.
     except Exception as error:
@@ -205,6 +176,9 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
             return Found(path, *read(path), damaged)
         except FileNotFoundError:
             continue
+        except PermissionError as error:
+            # It may be good.
+            raise InputError(f"--resume auto: {path}: {reason_of(error)}") from error
         except (OSError, CorruptCheckpoint) as error:
             damaged.append((path, reason_of(error)))
     for path in (Path(folder, f"{name}.damaged") for name in NAMES):
@@ -337,7 +311,7 @@ def claim(folder: Path, log_dir: Path, found: Found) -> None:
     newest = next((path for path in there if path.exists() and path not in damaged), None)
     of_another = newest and not (found.path and newest.samefile(found.path))
     results = log_dir / "results.jsonl"
-    if found.path is None and results.exists() and '"evaluation"' in results.read_text():
+    if found.path is None and results.exists() and b'"evaluation"' in results.read_bytes():
         of_another = True
         newest = results
     if of_another:
@@ -373,13 +347,21 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InputError(f"--init-from {path}: {in_one_line(error)}") from error
-    if "format" in saved and "model" in saved:
+    if isinstance(saved, dict) and "format" in saved and "model" in saved:
         saved = saved["model"]
-    if not all(isinstance(value, torch.Tensor) for value in saved.values()):
+    if not is_state_dict(saved):
         raise InputError(f"--init-from {path}: it is not a state_dict, a dict of tensors")
-    # DataParallel and DistributedDataParallel put it before each name.
-    torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")
+    # DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
+    for prefix in ("module.", "_orig_mod."):
+        torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, prefix)
     return saved
+
+
+def is_state_dict(saved) -> bool:
+    """Whether it is a dict of tensors by name."""
+    return isinstance(saved, dict) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in saved.items()
+    )
 
 
 def init_from(path: str | None, model: torch.nn.Module, partial: bool = False) -> list[str]:

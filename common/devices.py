@@ -51,6 +51,14 @@ def sees_only_its_own() -> bool:
     return any(name in os.environ for name in names)
 
 
+def own_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    # Only Linux has it.
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count()))
+
+
 def describe(device: torch.device) -> str:
     """Its type and name, for people."""
     name = (

@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import os
+import sys
 
 from common.errors import InputError
 
@@ -21,8 +23,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
 
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([with_home(word) for word in words], namespace)
+
     def error(self, message: str):
         raise InputError(f"{message} (--help lists the flags)")
+
+
+def with_home(word: str) -> str:
+    """A shell leaves ~ as it is in --flag=~/folder."""
+    flag, _, value = word.partition("=")
+    if flag.startswith("--") and value.startswith("~"):
+        return f"{flag}={os.path.expanduser(value)}"
+    return word
 
 
 def whole_number(text: str, low: int, high: float = math.inf) -> int:

@@ -3,6 +3,7 @@
 import faulthandler
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -175,7 +176,7 @@ def number_in_environment(name: str, default: int) -> int:
 
 def torchrun_env() -> tuple[int, int]:
     """Return (LOCAL_RANK, LOCAL_WORLD_SIZE), which torchrun sets; raises InputError."""
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not os.environ.get(name):
             raise InputError(
                 f"{name} is not set: start it with a launcher, "
@@ -187,7 +188,8 @@ def torchrun_env() -> tuple[int, int]:
 
 def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
+    # OpenMP ignores what is no number, and then each process would use all cores.
+    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
 
 
@@ -197,7 +199,7 @@ def restart_unless_told(stop) -> None:
     torchrun starts all ranks again if one ends with status 1. So they go on without the node that
     was told to stop, from the checkpoint. A launcher that tells all ranks does so within 2 s.
     """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0:
+    if number_in_environment("TORCHELASTIC_MAX_RESTARTS", default=0) == 0:
         return
     for _ in range(20):
         if stop.requested:

@@ -74,8 +74,10 @@ class Log:
     def _append(self, position, content):
         place = {"step": position.steps, "epoch": position.epoch, "samples": position.samples}
         line = json.dumps({**place, **content}, default=str)
+        # On a disk that was full, a part of a line may be before it.
+        start = "\n" if self.warned else ""
         with open(self.folder / "results.jsonl", "a") as file:
-            file.write(line + "\n")
+            file.write(f"{start}{line}\n")
 
     def begin(self, position: Position, steps_left: int | None, samples_per_step: int) -> None:
         """Begin a stretch of training; `steps_left` is the rest of the run, if it is known."""
@@ -164,7 +166,8 @@ class Log:
             self._append(position, {"event": event, **figures})
             self._write_scalars(position, figures)
         except OSError as error:
-            # A full disk must not end the run.
+            # A full disk must not end the run. A writer that has failed writes nothing more.
+            self.writer = None
             if not self.warned:
                 show(
                     f"warning: no results are written to {self.folder} ({error.strerror}); "

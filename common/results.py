@@ -3,15 +3,19 @@
 import json
 from pathlib import Path
 
+from common.files import write_atomically
+
 
 def read(path: Path) -> list[dict]:
-    """The events in a results.jsonl. A run that was killed may end with a part of a line."""
+    """The events in a results.jsonl, without lines of others, and parts that a killed run left."""
     events = []
-    for line in path.read_text().splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
             continue
+        if isinstance(event, dict) and {"event", "step"} <= event.keys():
+            events.append(event)
     return events
 
 
@@ -25,4 +29,5 @@ def keep_until(path: Path, position) -> None:
         last = position.evaluated_at if is_evaluation else position.steps
         if event["step"] <= last:
             kept.append(json.dumps(event) + "\n")
-    path.write_text("".join(kept))
+    # On a full disk the old file stays.
+    write_atomically(path, "".join(kept).encode())

@@ -51,7 +51,12 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
 
 def check_temporary_folder() -> None:
     """Raise InputError if its name is too long: workers hand tensors over through sockets in it."""
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        raise InputError(
+            f"loader workers need a folder for temporary files, in TMPDIR or /tmp: {error.strerror}"
+        ) from error
     longest = 107 - len("/pymp-12345678/listener-12345678")
     if len(os.fsencode(folder)) > longest:
         raise InputError(

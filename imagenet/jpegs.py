@@ -5,6 +5,7 @@ pixels with the same antialiased bilinear filter, and a batch stays uint8, a qua
 until it is on the device. benchmarks/jpeg_loader.py measures the difference.
 """
 
+import errno
 import functools
 import os
 import zlib
@@ -19,7 +20,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import RandomResizedCrop
 
-from common import flags
+from common import devices, flags
 from common.data import EpochSampler, Seeded, TensorLoader
 from common.errors import InputError
 from common.workers import data_loader
@@ -32,7 +33,7 @@ normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 def add_flags(parser):
     """Add the flags of reading images."""
     add = parser.add_argument_group("images").add_argument
-    cores = len(os.sched_getaffinity(0)) // max(1, torch.accelerator.device_count())
+    cores = len(devices.own_cores()) // max(1, torch.accelerator.device_count())
     add("-j", "--workers", type=flags.non_negative_int, default=max(1, cores), help="of the loader")
     add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")
     add("--image-size", type=flags.image_size, default=224, help="height and width in pixels")
@@ -274,7 +275,13 @@ def images_below(folder):
         raise error
 
     walked = []
+    seen = set()
     for path, folders, names in os.walk(folder, followlinks=True, onerror=stop):
+        real = os.path.realpath(path)
+        if real in seen:
+            # A link leads back: its images would count up to 40 times.
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
         walked.append((path, names))
     return [

@@ -165,9 +165,9 @@ def describe(group, own, args):
         "host": socket.gethostname(),
         "local_rank": group.local_rank,
         "threads": torch.get_num_threads(),
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": devices.own_cores(),
         "resolves": name_resolves(socket.gethostname()),
-        "shared_memory": shutil.disk_usage("/dev/shm").free,
+        "shared_memory": shared_memory_left(),
         "device": f"{group.device} ({gpu.name})" if gpu else str(group.device),
         "place": f"GPU {gpu.uuid}" if gpu else f"local rank {group.local_rank}",
         "same": {f"--{name.replace('_', '-')}": str(value) for name, value in same.items()}
@@ -285,6 +285,11 @@ def faults_of_shared_memory(ranks, needs):
                 "(docker run --shm-size=8g), or use fewer --workers"
             )
     return faults
+
+
+def shared_memory_left():
+    """The free bytes of /dev/shm; where there is none, loader workers do not need it."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
 
 
 def shared_memory_of(loader):

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags, launch
 from common.errors import InputError
+from common.files import write_atomically
 
 
 def main():
@@ -35,7 +36,7 @@ def main():
     # safetensors takes neither views nor other memory formats.
     weights = {name: tensor.contiguous().clone() for name, tensor in saved["model"].items()}
     try:
-        checkpoint.write_atomically(args.weights, save(weights))
+        write_atomically(args.weights, save(weights))
     except OSError as error:
         raise InputError(f"{args.weights}: {error.strerror}") from error
 

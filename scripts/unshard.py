@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags, launch
 from common.errors import InputError
+from common.files import write_atomically
 from imagenet import shards
 
 
@@ -47,7 +48,7 @@ def main():
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     try:
-        checkpoint.write_atomically(args.whole, buffer.getbuffer())
+        write_atomically(args.whole, buffer.getbuffer())
     except OSError as error:
         raise InputError(f"{args.whole}: {error.strerror}") from error
 
