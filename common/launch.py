@@ -23,6 +23,32 @@ SIZES = (
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
+# What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
+CAUSES = (
+    (
+        RunError,
+        (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Horovod has been shut down",
+            "ncclRemoteError",
+        ),
+        "another rank has ended, and its own output says why",
+    ),
+    (
+        RunError,
+        ("Bus error", "unable to allocate shared memory"),
+        "a loader worker found no room in /dev/shm: give the container more "
+        "(docker run --shm-size=8g), or use fewer --workers",
+    ),
+    (RunError, ("DataLoader worker (pid",), "a loader worker has ended"),
+    (
+        InputError,
+        ("Duplicate GPU detected",),
+        "two processes of this machine have the same GPU: start fewer, let each see one of its "
+        "own, or use --device cpu",
+    ),
+)
 
 
 @contextmanager
@@ -42,7 +68,7 @@ def plain_exits():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     except (InputError, RunError, RuntimeError) as error:
-        status = status_of(error)
+        error = explained(error)
         texts = [os.environ.get(name, "") for name in RANKS]
         rank = next((int(text) for text in texts if text.isdecimal()), None)
         if rank:
@@ -50,13 +76,13 @@ def plain_exits():
             time.sleep(3)
         who = f"rank {rank}: " if rank else ""
         script = os.path.basename(sys.argv[0])
-        print(f"{script}: {who}{message_of(error)}", file=sys.stderr, flush=True)
+        print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
         if rank is None:
-            sys.exit(status)
+            sys.exit(error.status)
         # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
         time.sleep(1)
         # Skips the destructors of the process group, which can hang or abort.
-        os._exit(status)
+        os._exit(error.status)
 
 
 def end_at_once(*numbers: int) -> None:
@@ -105,54 +131,23 @@ def open_missing_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def status_of(error: Exception) -> int:
-    """The exit status of an error that is reported in one line; raises any other error again."""
-    if isinstance(error, (InputError, RunError)):
-        return error.status
-    a_worker_died = "DataLoader worker (pid" in str(error)
-    if a_worker_died or is_lost_connection(error) or is_lack_of_shared_memory(error):
-        return RunError.status
-    if is_shared_device(error):
-        return InputError.status
+def explained(error: Exception) -> InputError | RunError:
+    """`error`, if it is one of ours or its cause lies outside of the code; raises any other."""
+    said = last_words(error)
+    if isinstance(error, InputError | RunError):
+        return type(error)(said)
+    for kind, words, meaning in CAUSES:
+        if any(word in str(error) for word in words):
+            return kind(f"{meaning} ({said})")
     raise error
 
 
-def is_lost_connection(error: Exception) -> bool:
-    """Whether another rank has ended: what Gloo, Horovod and NCCL then say."""
-    texts = ("Connection closed by peer", "Connection reset by peer", "Horovod has been shut down")
-    return any(text in str(error) for text in (*texts, "ncclRemoteError"))
-
-
-def is_lack_of_shared_memory(error: Exception) -> bool:
-    """Whether /dev/shm is full: a worker says so, or writes to it and dies."""
-    return "Bus error" in str(error) or "unable to allocate shared memory" in str(error)
-
-
-def is_shared_device(error: Exception) -> bool:
-    """Whether NCCL found two processes on one GPU."""
-    return "Duplicate GPU detected" in str(error)
-
-
-def message_of(error: Exception) -> str:
-    """Its message in one line, without what a DataLoader puts before and after it."""
-    message = " ".join(str(error).split())
-    if is_lost_connection(error):
-        return f"another rank has ended, and its own output says why ({message})"
-    if is_lack_of_shared_memory(error):
-        return (
-            "a loader worker found no room in /dev/shm: give the container more "
-            "(docker run --shm-size=8g), or use fewer --workers"
-        )
-    if is_shared_device(error):
-        return (
-            "two processes of this machine have the same GPU: start fewer, let each see one of its "
-            f"own, or use --device cpu ({message})"
-        )
-    if message.startswith("Caught "):
-        # The traceback of a worker.
-        kind = f"{type(error).__module__}.{type(error).__qualname__}: "
-        return message.rpartition(f" {kind}")[2]
-    return message
+def last_words(error: Exception) -> str:
+    """What it says, in one line, and without the traceback of a loader worker."""
+    text = str(error)
+    if text.startswith("Caught "):
+        text = re.split(r"\n[\w.]+: ", text)[-1]
+    return " ".join(text.split())
 
 
 def check_world_size(world_size: int) -> None:
