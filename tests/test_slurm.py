@@ -7,7 +7,7 @@ import subprocess
 import psutil
 import pytest
 from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need_cluster
-from launch import checkpoint, largest_difference, need_horovod, place, run
+from launch import checkpoint, largest_difference, need_horovod, one_line, place, run
 from recipes import ROOT
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
@@ -180,7 +180,8 @@ node2:1
     [
         (HOST_FILE, "node1:1,node2:1"),
         (HOST_FILE.replace("\n", "\r\n"), "node1:1,node2:1"),
-        ("node1\nnode2 slots = 3\nnode1 slots=2", "node1:3,node2:3"),
+        ("\ufeff" + HOST_FILE, "node1:1,node2:1"),
+        ("node1\nnode2 slots = 3\nnode1\tslots=02 max-slots=4", "node1:3,node2:3"),
     ],
 )
 def test_host_files(content, hosts, tmp_path):
@@ -194,6 +195,8 @@ def test_host_files(content, hosts, tmp_path):
     [
         ("node1\nnode2 slots=many", "line 2 has slots=many"),
         ("node1 4", "line 1 has 4"),
+        ("node1:", "line 1 has slots="),
+        ("\n\n-np 4", "line 3 has -np"),
         ("node1 slots=0", "line 1 has no slot"),
         ("# nothing", "it names no host"),
     ],
@@ -204,6 +207,9 @@ def test_wrong_host_files(launcher, content, what, tmp_path):
     (tmp_path / "hosts").write_text(content)
     output = run(f"slurm/{launcher} hosts", tmp_path, status=2)
     assert output == f"hosts: {what}; a line is: node1 slots=4\n"
+    for file in ("", ".", "none"):
+        line = one_line(run(f"slurm/{launcher} {file}", tmp_path, status=2))
+        assert line.startswith(f"hosts.sh: cannot read the file '{file}': ")
 
 
 @pytest.mark.parametrize("name", HOSTS)
