@@ -1,5 +1,6 @@
 """Wait for the processes of mp.spawn as a launcher does: pass signals on, end with their status."""
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -20,8 +21,10 @@ def join(context: mp.ProcessContext) -> None:
 
     def pass_on(number, _):
         for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
+            # It can end meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                if process.is_alive():
+                    os.kill(process.pid, number)
 
     # Else it logs each process that it ends.
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)

@@ -1,6 +1,7 @@
 """Each recipe, started by each command in its docstring, runs to its end and prints a line once."""
 
 import contextlib
+import faulthandler
 import gzip
 import importlib.util
 import io
@@ -9,6 +10,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from unittest import mock
@@ -19,6 +21,8 @@ import torch.distributed.run
 from forked import ForkedJob, compute
 from launch import Job, checkpoint, evaluations, free_port, need_horovod, run, strategies
 from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
+
+from common import spawn
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
@@ -341,6 +345,37 @@ def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     job.process.terminate()
     assert job.finish(timeout=30) == 0
     assert "stopped after a signal" in job.output()
+
+
+@pytest.mark.parametrize("launcher", ["single", "ddp_spawn"])
+def test_more_signals_until_it_has_ended(launcher, tmp_path):
+    """A scheduler or a user repeats them, also while a saved run ends: it is no failed run."""
+    job = start_long_run(launcher, tmp_path)
+    while job.running():
+        job.process.terminate()
+        time.sleep(0.002)
+    assert job.finish() == 0
+    assert job.output().count("stopped after a signal") == 1
+
+
+def test_a_signal_for_a_process_that_has_just_ended():
+    """The system call says so, before multiprocessing knows it."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    process = mock.Mock(pid=ended.pid, is_alive=lambda: True)
+
+    def join():
+        signal.raise_signal(signal.SIGUSR1)
+        return True
+
+    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        spawn.join(mock.Mock(processes=[process], join=join))
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def flags_of(recipe):
