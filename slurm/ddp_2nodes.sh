@@ -36,7 +36,8 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes wh
 # (pytorch issue 73656). If the nodes do not reach each other by name, add --local-addr=ADDRESS of each node itself.
 # One task per node, also in a job with more tasks: torchrun starts the processes.
 # shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
-exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2 TERM; exec torchrun --signals-to-handle=SIGINT \
         --rdzv-conf="is_host=$((SLURM_NODEID == 0))" "$@"' \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \

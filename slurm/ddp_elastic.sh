@@ -36,8 +36,10 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes wh
 
 # last_call_timeout: after a change they wait 10 s for others before they start. A node that does not answer for 15 s is
 # gone. USR1 (stop) and USR2 (print the stacks) are for torchrun's processes, and would kill torchrun.
+# One torchrun, also in a job with more tasks.
 # shellcheck disable=SC2016  # the inner bash expands "$@"
-exec srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun \
+exec srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun \
     --nnodes="1:$SLURM_ARRAY_TASK_COUNT" --nproc-per-node="$processes" --max-restarts=100 \
     --rdzv-backend=c10d --rdzv-endpoint="$run.rendezvous" --rdzv-id="$SLURM_ARRAY_JOB_ID" \
     --rdzv-conf=store_type=file,last_call_timeout=10 \

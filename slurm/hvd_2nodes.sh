@@ -37,4 +37,5 @@ fi
 # Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh "${launch[@]}" \
-    bash -c 'trap "" USR1 USR2; exec python "$@"' python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    bash -c 'trap "" USR1 USR2; exec python "$@"' \
+    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"

@@ -18,36 +18,39 @@ job=$SLURM_JOB_ID
 "$@" &
 command=$!
 warned=
-stops=
-trap 'trap "" USR1; warned=yes; stops=yes' USR1  # ignore further ones
+# Pass on USR1 every 2 s, until the command has ended: ranks ignore it while they start. Not at once: it would end a
+# launcher that has just begun.
+# shellcheck disable=SC2317  # the traps call it
+stop() {
+    while sleep 2 && kill -USR1 "$command" 2> /dev/null; do :; done &
+}
+trap 'trap "" USR1; warned=yes; stop' USR1  # ignore further ones
 # The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a
 # second one, as SLURM also sends TERM to mpirun itself.
-trap 'stops=yes' TERM
+trap 'trap "" TERM; stop' TERM
 trap 'kill -USR2 $command 2> /dev/null || true' USR2  # scancel --batch --signal=USR2: the stacks of mpirun's ranks
 while kill -0 $command 2> /dev/null; do
-    if [ -n "$stops" ]; then
-        # Again and again: ranks that are still starting ignore it.
-        kill -USR1 $command 2> /dev/null || true
-        sleep 2
-    else
-        wait $command || true  # a signal interrupts it
-    fi
+    wait $command || true  # a signal interrupts it
 done
 status=0
 wait $command || status=$?
+
+again="submit it again with its recipe and the --log-dir of this run"
+# Queue the job again, and then say so in the words $1.
+requeue() {
+    trap "" TERM  # SLURM sends it at once to all processes of the job; scontrol inherits this
+    if answer=$(scontrol requeue "$job" 2>&1); then
+        echo "$SLURM_JOB_NAME: $1"
+    else
+        echo "$SLURM_JOB_NAME: not queued again, as scontrol says '$answer' (--no-requeue?): $again" >&2
+    fi
+}
 times=${SLURM_RESTART_COUNT:-0}
-shown=$(scontrol show job "$job")
-preempted=
-[[ ! $shown =~ PreemptTime=[0-9] ]] || preempted=yes
-if [ -n "$preempted$warned" ] && [[ $shown =~ Requeue=0 ]]; then
-    echo "$SLURM_JOB_NAME: not queued again, because of --no-requeue: submit it again, with this --log-dir" >&2
-elif [ -n "$preempted" ]; then
-    echo "$SLURM_JOB_NAME: preempted, and queued again"
-    scontrol requeue "$job"
+if [[ $(scontrol show job "$job") =~ PreemptTime=[0-9] ]]; then
+    requeue "preempted, and queued again"
 elif [ -n "$warned" ] && [ $status = 0 ] && [ "$times" -lt "${MAX_REQUEUES:-10}" ]; then
-    echo "$SLURM_JOB_NAME: queued again, $((times + 1)) of ${MAX_REQUEUES:-10}"
-    scontrol requeue "$job"
+    requeue "queued again, $((times + 1)) of ${MAX_REQUEUES:-10}"
 elif [ -n "$warned" ] && [ $status = 0 ]; then
-    echo "$SLURM_JOB_NAME: not queued again after $times times; see MAX_REQUEUES in slurm/requeue.sh" >&2
+    echo "$SLURM_JOB_NAME: not queued again after $times times (MAX_REQUEUES): $again" >&2
 fi
 exit $status

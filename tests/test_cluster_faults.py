@@ -146,7 +146,10 @@ def test_node_down(slow_job, cluster, undisturbed):
 
 
 def test_a_node_goes_and_comes_back(cluster, tmp_path):
-    """Elastic: with the global batch fixed, the weights are those of one process."""
+    """Elastic: with the global batch fixed, the weights are those of one process.
+
+    The job has more tasks than torchruns, and inherits the binding of a job that submitted it.
+    """
     in_float64(tmp_path, "mnist", "ddp_launch.py", ADVANCE, ADVANCE + SLOW)
     flags = (
         f"--synthetic 640 --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
@@ -154,9 +157,11 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     job = SlurmJob(
         cluster,
         tmp_path,
-        "--gpus-per-node=2 --cpus-per-task=2 slurm/ddp_elastic.sh mnist/ddp_launch.py "
+        "--gpus-per-node=2 --cpus-per-task=2 --ntasks-per-node=2 slurm/ddp_elastic.sh "
+        f"mnist/ddp_launch.py "
         f"{flags} --checkpoint-every 3",
         STEP_SECONDS="0.2",
+        SLURM_CPU_BIND="quiet,mask_cpu:0x1",
     )
     job.wait_for(r"world size 4 (.*\n)*?at 1 ")
     assert job.shown("NodeList") == {"node1", "node2"}
@@ -354,10 +359,12 @@ def test_signals_while_python_starts(name, cluster, tmp_path):
 
 
 def test_a_job_that_may_not_be_queued_again(slow_job, cluster):
+    """It says so, and why, and not "queued again"."""
     job = slow_job(sbatch="--no-requeue")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     log = job.finish()
-    assert "ddp: not queued again, because of --no-requeue" in log
+    assert "ddp: not queued again, as scontrol says 'Requested operation is presently" in log
+    assert "(--no-requeue?): submit it again" in log
     assert "queued again, 1 of" not in log
 
 
