@@ -19,7 +19,11 @@
 set -euo pipefail
 
 recipe=${1:-cifar10/ddp_launch.py}
-[ -n "${SLURM_NTASKS_PER_NODE:-}" ] || { echo "$0: use --ntasks-per-node in place of --ntasks" >&2; exit 2; }
+# Each process has to know how many its node has.
+if [ "${SLURM_NTASKS:-}" != $((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-0})) ]; then
+    echo "ddp_srun_2nodes.sh: use --ntasks-per-node in place of --ntasks, and a fixed number of --nodes" >&2
+    exit 2
+fi
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # What torchrun would set for each process: where rank 0 listens, and from SLURM's variables who the process is
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -42,6 +42,10 @@ LAUNCHES = {
         "--nodes=2 --gpus-per-node=2 --ntasks-per-node=2 --cpus-per-task=1 slurm/ddp_2nodes.sh "
         f"mnist/ddp_launch.py {SIZE}"
     ),
+    "ddp_spawn of two tasks": (
+        "--nodes=2 --gpus-per-node=2 --ntasks-per-node=2 --cpus-per-task=1 "
+        f"slurm/ddp_spawn_2nodes.sh mnist/ddp_spawn.py {SIZE}"
+    ),
 }
 
 
@@ -76,19 +80,23 @@ def test_launch(name, cluster, one_process, tmp_path):
     assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
 
 
-def test_tasks_whose_number_per_node_is_not_known(cluster, tmp_path):
-    flags = "--nodes=2 --ntasks=2 --cpus-per-task=1 --gpus-per-node=0"
-    script = (ROOT / "slurm" / "ddp_srun_2nodes.sh").read_text()
-    (tmp_path / "copy.sh").write_text(script.replace("#SBATCH --ntasks-per-node=4\n", ""))
-    log = SlurmJob(cluster, tmp_path, f"{flags} copy.sh mnist/ddp_launch.py").finish("FAILED")
-    assert log.endswith("use --ntasks-per-node in place of --ntasks\n")
-    assert len(log.splitlines()) == 1
+@pytest.mark.parametrize("number", ["unknown", "uneven"])
+def test_tasks_whose_number_differs_between_nodes(number, cluster, tmp_path):
+    link_repository(tmp_path)
+    file = "slurm/ddp_srun_2nodes.sh"
+    if number == "unknown":
+        script = (ROOT / file).read_text()
+        file = "copy.sh"
+        (tmp_path / file).write_text(script.replace("#SBATCH --ntasks-per-node=4\n", ""))
+    flags = "--nodes=2 --ntasks=3 --cpus-per-task=1 --gpus-per-node=0"
+    log = SlurmJob(cluster, tmp_path, f"{flags} {file} mnist/ddp_launch.py").finish("FAILED")
+    assert one_line(log).startswith("ddp_srun_2nodes.sh: use --ntasks-per-node in place of")
 
 
 def test_array_and_its_table(cluster, tmp_path):
     flags = (
-        "--cpus-per-task=1 --array=0-1 slurm/array.sh mnist/single.py --synthetic 320 "
-        "--epochs 2 --model lenet"
+        "--cpus-per-task=1 --ntasks-per-node=2 --array=0-1 slurm/array.sh mnist/single.py "
+        "--synthetic 320 --epochs 2 --model lenet"
     )
     for environment, name, values in (
         ({}, "seed", "01"),
