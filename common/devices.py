@@ -48,7 +48,7 @@ def sees_only_its_own() -> bool:
     so when they connect.
     """
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-    return any(name in os.environ for name in names)
+    return any(os.environ.get(name) for name in names)
 
 
 def own_cores() -> list[int]:

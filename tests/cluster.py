@@ -9,7 +9,7 @@ import uuid
 
 import psutil
 import pytest
-from launch import ENVIRONMENT, MARK, need
+from launch import ENVIRONMENT, MARK, PATIENCE, need
 from recipes import DATASETS, ROOT
 
 # Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded
@@ -80,7 +80,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=PATIENCE,
         )
         assert done.returncode == status, (
             f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
@@ -104,14 +104,14 @@ class SlurmJob:
     def log(self):
         return "".join(file.read_text() for file in self.folder.glob(f"*-{self.id}*.out"))
 
-    def wait_for(self, text, timeout=120, count=1):
+    def wait_for(self, text, timeout=PATIENCE, count=1):
         """Return once its log has the regular expression `text`, `count` times."""
         end = time.monotonic() + timeout
         while len(re.findall(text, self.log(), re.MULTILINE)) < count:
             assert time.monotonic() < end, f"no '{text}' in {timeout} s:\n{self.log()}"
             time.sleep(0.1)
 
-    def finish(self, state="COMPLETED", timeout=120):
+    def finish(self, state="COMPLETED", timeout=PATIENCE):
         """Wait until it, or each task of it, has ended with `state`; returns its log."""
         end = time.monotonic() + timeout
         going_on = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}

@@ -140,7 +140,7 @@ class ForkedJob:
         for process in self.ranks:
             process.kill()
 
-    def finish(self, timeout=150):
+    def finish(self, timeout=launch.PATIENCE):
         """Wait for the end, and return the highest exit status."""
         end = time.monotonic() + timeout
         for process in self.ranks:
@@ -153,7 +153,7 @@ class ForkedJob:
         return max(abs(process.exitcode) for process in self.ranks)
 
 
-def compute(command, cwd, status=0, timeout=150, **environment):
+def compute(command, cwd, status=0, timeout=launch.PATIENCE, **environment):
     """Do what launch.run does, with forked processes unless the launcher is mpirun."""
     if command.startswith("mpirun"):
         return launch.run(command, cwd, status, timeout, **environment)

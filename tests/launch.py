@@ -57,6 +57,9 @@ def need_horovod(*launchers):
 
 # Each worker of pytest-xdist has a range of its own, and begins where another session did not.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+# Seconds after which a process counts as one that hangs: less than the recipes' --timeout, and far
+# more than any takes, as no test is about speed.
+PATIENCE = 590
 PORTS = itertools.count(20_000 + 1000 * WORKER + os.getpid() % 500)
 
 
@@ -138,7 +141,7 @@ class Job:
                 found.append((process, process.cmdline()))
         return found
 
-    def wait_for(self, text, timeout=90):
+    def wait_for(self, text, timeout=PATIENCE):
         """Return once it has printed `text`.
 
         Fail if it ends before, or takes longer than `timeout` seconds.
@@ -171,7 +174,7 @@ class Job:
         )  # first the launcher and its process group: ranks end with their launcher
         self.signal(signal.SIGKILL, everyone=True)
 
-    def finish(self, timeout=150, grace=10):
+    def finish(self, timeout=PATIENCE, grace=120):
         """Wait for the end, check that nothing is left `grace` seconds later, and return the exit
         status.
         """
@@ -189,7 +192,7 @@ class Job:
         return status
 
 
-def run(command, cwd, status=0, timeout=150, **environment):
+def run(command, cwd, status=0, timeout=PATIENCE, **environment):
     """Run a command to its end and return what it printed.
 
     Fail if its exit status is not `status`.

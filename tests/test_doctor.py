@@ -312,7 +312,7 @@ def test_ctrl_c(tmp_path):
         assert job.process.poll() is None, job.output()
         time.sleep(0.2)
     job.signal(signal.SIGINT)
-    assert job.finish(timeout=10) == -signal.SIGINT
+    assert job.finish() == -signal.SIGINT
     assert job.output() == ""
 
 

@@ -38,7 +38,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(command, tmp_
         assert job.running()
     job.process.kill()
     # It checks that no process is left. A rank needs some seconds to import torch.
-    job.finish(grace=60)
+    job.finish()
 
 
 @pytest.mark.parametrize("traps", ["", "trap '' TERM; "])

@@ -35,7 +35,7 @@ RECIPES = {
 def fails(command, cwd, start=Job):
     """The output of a command that has to fail within two minutes."""
     job = start(command, cwd)
-    assert job.finish(120) != 0, job.output()
+    assert job.finish() != 0, job.output()
     return job.output()
 
 
@@ -226,7 +226,7 @@ def test_loader_worker(strategy, number, tree, tmp_path):
     )
     job.wait_for("epoch 2/1000")
     loader_workers(job, 1 if strategy == "single" else 2)[0].send_signal(number)
-    assert job.finish(60) != 0
+    assert job.finish() != 0
     assert place(good(tmp_path / "log"))[0] > 0
     if stops:
         assert "Timeout (0:00:20)!" in job.output()
@@ -241,7 +241,7 @@ def test_sigterm_to_loader_workers(tree, tmp_path):
     job.wait_for("epoch 2/1000")
     loader_workers(job, 1)
     job.signal(signal.SIGTERM, everyone=True)
-    assert job.finish(60) == 0, job.output()
+    assert job.finish() == 0, job.output()
     assert "stopped after a signal" in job.output()
 
 
@@ -292,6 +292,6 @@ def test_ranks_end_when_one_is_killed(tmp_path):
     )
     killed = time.monotonic()
     rank.kill()
-    assert job.finish(60) != 0
+    assert job.finish() != 0
     assert time.monotonic() - killed < 25
     assert good(tmp_path / "log")

@@ -145,7 +145,6 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
     assert_close(fsdp, ddp)
 
 
-@pytest.mark.timeout(900)
 def test_killed_in_a_sharded_save(tmp_path):
     """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or
     the one before.

@@ -287,7 +287,7 @@ def start_long_run(launcher, cwd):
 def test_ctrl_c(launcher, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
-    status = job.finish(timeout=30)
+    status = job.finish()
     # horovodrun ends with 0 if it notices the signal before its ranks
     assert status != 0 or launcher == "hvd_gloo"
     of_a_rank = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
@@ -316,7 +316,7 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
         assert time.monotonic() < end and job.process.poll() is None, job.output()
         time.sleep(0.1)
     job.signal(signal.SIGINT)
-    assert job.finish(timeout=10) == 130
+    assert job.finish() == 130
     assert job.output() == ""
 
 
@@ -332,7 +332,7 @@ def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
     job = start_long_run(launcher, tmp_path)
     job.process.send_signal(number)  # to it alone
     # on busy cores Horovod's helpers wait 5 s twice before they end a rank
-    assert job.finish(timeout=30, grace=15 if launcher == "hvd_gloo" else 10) != 0
+    assert job.finish() != 0
 
 
 def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
@@ -343,7 +343,7 @@ def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     job.signal(signal.SIGINT)
     job.wait_for("epoch 3/")
     job.process.terminate()
-    assert job.finish(timeout=30) == 0
+    assert job.finish() == 0
     assert "stopped after a signal" in job.output()
 
 

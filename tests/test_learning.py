@@ -10,7 +10,7 @@ from recipes import ROOT
 
 def learns(command, epochs, cwd):
     """The validation accuracy after the last epoch of a run with the defaults."""
-    compute(f"{command} --epochs {epochs} --log-dir log", cwd=cwd, timeout=350)
+    compute(f"{command} --epochs {epochs} --log-dir log", cwd=cwd)
     last = json.loads((cwd / "log" / "results.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["epoch"]) == ("evaluation", epochs)
     return last["val/accuracy"]

@@ -25,7 +25,6 @@ def train(command, processes, folder, log_dir, dataset="mnist", flags=""):
         f"{command} {TRAINING} {small(dataset)} {flags} --batch-size {GLOBAL_BATCH // processes} "
         f"--lr {LR / processes} --log-dir {log_dir}",
         cwd=folder,
-        timeout=350,
     )  # --compile takes a minute
     return checkpoint(log_dir)["model"]
 

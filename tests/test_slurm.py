@@ -7,7 +7,15 @@ import subprocess
 import psutil
 import pytest
 from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need_cluster
-from launch import checkpoint, largest_difference, need_horovod, one_line, place, run
+from launch import (
+    PATIENCE,
+    checkpoint,
+    largest_difference,
+    need_horovod,
+    one_line,
+    place,
+    run,
+)
 from recipes import ROOT
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
@@ -276,5 +284,5 @@ def test_a_cluster_leaves_nothing_behind():
             names.add(process.name())
     assert {"munged", "slurmctld", "slurmd", "sshd"} <= names
     cluster.process.kill()
-    assert not psutil.wait_procs(inside, timeout=30)[1]
+    assert not psutil.wait_procs(inside, timeout=PATIENCE)[1]
     assert here() == before

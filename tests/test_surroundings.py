@@ -244,7 +244,7 @@ def test_ctrl_c_as_process_1(script, tmp_path):
     job.wait_for("epoch 1/")
     (process_1,) = (process for process, words in job.command_lines() if words[0] == "python")
     process_1.send_signal(signal.SIGINT)
-    assert job.finish(timeout=60) == 128 + signal.SIGINT
+    assert job.finish() == 128 + signal.SIGINT
 
 
 def as_nobody(folder, function, *arguments):
