@@ -3,6 +3,7 @@
 import contextlib
 import re
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -99,6 +100,34 @@ def test_tasks_whose_number_differs_between_nodes(number, cluster, tmp_path):
     flags = "--nodes=2 --ntasks=3 --cpus-per-task=1 --gpus-per-node=0"
     log = SlurmJob(cluster, tmp_path, f"{flags} {file} mnist/ddp_launch.py").finish("FAILED")
     assert one_line(log).startswith("ddp_srun_2nodes.sh: use --ntasks-per-node in place of")
+
+
+# A python for which the host's own name is 127.0.1.1, as Debian's /etc/hosts has it.
+AS_ON_DEBIAN = """\
+#!/usr/bin/env bash
+file=$(mktemp)
+sed "s/^.* $(hostname)$/127.0.1.1 $(hostname)/" /etc/hosts > "$file"
+exec unshare --mount bash -c 'mount --bind $0 /etc/hosts; exec "$@"' "$file" {python} "$@"
+"""
+
+
+def test_a_host_whose_name_is_a_loopback_address(cluster, tmp_path):
+    """The message and the cure of docs/clusters.md."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(AS_ON_DEBIAN.format(python=sys.executable))
+    python.chmod(0o755)
+    environment = {
+        "PATH": f"{python.parent}:{cluster.environment['PATH']}",
+        "TMPDIR": str(tmp_path),
+    }
+    job = f"{FOUR_TASKS} --ntasks-per-node=1 slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py {SIZE}"
+    log = SlurmJob(cluster, tmp_path, job, **environment).finish("FAILED")
+    assert "Gloo connectFullMesh failed" in log
+    assert "remote=[127.0.1.1]" in log
+    message = "`Gloo connectFullMesh failed`, with `remote=[127.0.1.1]`"
+    assert message in (ROOT / "docs" / "clusters.md").read_text()
+    SlurmJob(cluster, tmp_path, job, **environment, GLOO_SOCKET_IFNAME="eth0").finish()
 
 
 def test_array_and_its_table(cluster, tmp_path):
