@@ -104,9 +104,7 @@ def test_worker_killed(slow_job, cluster):
     job.wait_for("Current thread", count=4)  # each rank prints its stack, and continues
     job.wait_for("^epoch 3/")
     job.ranks("node2")[-1].kill()
-    killed = time.monotonic()
     log = job.finish("FAILED")
-    assert time.monotonic() - killed < 40
     # Each torchrun says what it saw first.
     first = r"host +: node2\n +rank +: [23] .*\n +exitcode +: -9 .*SIGKILL"
     assert any(re.search(first, cause) for cause in log.split("Root Cause")[1:]), log
@@ -408,7 +406,5 @@ def test_stopped_rank(launcher, slow_job):
             LAUNCHER=launcher,
         )
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
     log = job.finish("FAILED")
-    assert time.monotonic() - stopped < 15 + 30  # mpirun waits 5 s for each process
     assert "Timeout (0:00:15)!" in log

@@ -160,9 +160,8 @@ def test_spoiled(fault, dataset, request, tmp_path, monkeypatch):
     with Server(request.getfixturevalue(dataset), fault) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
-        started = time.monotonic()
-        refused(dataset, tmp_path / "data")
-        assert time.monotonic() - started < 20
+        line = refused(dataset, tmp_path / "data")
+    assert fault != "stalled" or "timed out" in line
 
 
 def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
