@@ -13,6 +13,11 @@
 #   - g++ 13 misses an include of <string>, and g++ 14 refuses to assign to a const member (Horovod's issue 3957);
 #   - with a CUDA build of torch and an nvcc it looks for the whole CUDA toolkit, even to build without NCCL.
 #
+# Two mistakes are mended:
+#   - with Gloo, a second hvd.init() after hvd.shutdown() can abort: when all ranks have left one group (global, local or
+#     cross), horovodrun forgets who has left the others, and then hands out the addresses of ranks that are gone;
+#   - Open MPI 5 refuses horovodrun's -bind-to and -map-by. Open MPI 4 takes two dashes as well.
+#
 # One more thing is changed: with Gloo, a rank that waits for the others sleeps 50 us between two looks, after the first
 # millisecond. Unchanged, it polls, and so takes the core of one that computes (docs/cpu.md). With MPI it still polls:
 # asleep, four ranks that srun had started on two busy cores were stuck in their first all-reduce for 15 s. (With sleep
@@ -56,6 +61,8 @@ patch_line horovod/torch/mpi_ops_v2.cc 'void WaitAndClear(int handle) {' \
 patch_line horovod/torch/mpi_ops_v2.cc 'std::this_thread::yield();' \
     'if (horovod_mpi_enabled() || std::chrono::steady_clock::now() < patience) &'\
 '\n      else std::this_thread::sleep_for(std::chrono::microseconds(50));'
+patch_line horovod/runner/http/http_server.py 'server.finished_list.clear()' 'server.finished_list[scope].clear()'
+patch_line horovod/runner/mpi_run.py "'-bind-to none', '-map-by slot'" "'--bind-to none', '--map-by slot'"
 
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
