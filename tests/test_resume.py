@@ -263,7 +263,7 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
     )
     command = command.replace(
-        "mpirun ", "mpirun -mca odls_base_sigkill_timeout 5 "
+        "mpirun ", "mpirun --mca odls_base_sigkill_timeout 5 "
     )  # it always waits that long
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
