@@ -110,10 +110,11 @@ for _ in range(5):
 """
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_horovod_starts_again_in_the_same_process(controller, tmp_path):
-    """With Gloo a rank got the address of one that was gone; install_horovod.sh mends it."""
-    need_horovod(controller)
+def test_horovod_starts_again_in_the_same_process(tmp_path):
+    """With Gloo a rank got the address of one that was gone; install_horovod.sh mends it. (MPI
+    cannot start twice.)
+    """
+    need_horovod("gloo")
     (tmp_path / "again.py").write_text(AGAIN)
-    output = run(f"horovodrun --{controller} -np 2 python again.py", tmp_path)
+    output = run("horovodrun --gloo -np 2 python again.py", tmp_path)
     assert output.count("sum 2.0") == 2 * 5
