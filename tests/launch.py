@@ -303,6 +303,8 @@ def refused_here(command, cwd):
     try:
         with (
             mock.patch.object(sys, "argv", [name, *flags]),
+            # It would be held until the end of all tests.
+            mock.patch("common.lease.hold"),
             contextlib.chdir(cwd),
             mock.patch.object(sys, "path", [str((ROOT / name).parent), *sys.path]),
             contextlib.redirect_stdout(shown),

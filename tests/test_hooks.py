@@ -15,7 +15,7 @@ DUMP = (
     "                written = Path(args.log_dir, f'collectives-{rank}')\n"
     "                written.rename(f'{position.steps}-{rank}')\n"
 )
-SIZE = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8}
+SIZE = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8}
 
 
 def all_reduced(path):
