@@ -12,6 +12,16 @@ import torch.multiprocessing as mp
 from common.errors import RunError
 
 
+def ignore_signals() -> None:
+    """Let processes that start from now on ignore SIGUSR1 and SIGUSR2 until they have handlers.
+
+    They would inherit the default, which ends them while torch loads. join() ends this here.
+    """
+    faulthandler.unregister(signal.SIGUSR2)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
 def join(context: mp.ProcessContext) -> None:
     """Wait for the processes of mp.spawn(..., join=False).
 

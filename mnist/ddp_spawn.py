@@ -295,5 +295,7 @@ if __name__ == "__main__":
         if args.nodes == 1:
             # dist: where they meet; what another tool left in these variables is elsewhere.
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
+        # dist: else USR1 or USR2 ends a process that still loads torch.
+        spawn.ignore_signals()
         # dist: passes signals on to them, and waits.
         spawn.join(mp.spawn(main, args=(args,), nprocs=args.gpus, join=False))

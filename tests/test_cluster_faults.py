@@ -347,8 +347,11 @@ def test_signals_while_python_starts(name, cluster, tmp_path):
     )
     while not job.ranks("node1") + job.ranks("node2"):
         time.sleep(0.02)
-    cluster.run(f"scancel --signal=USR2 {job.id}")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
+    # Until then at any moment, also while mp.spawn's processes load torch.
+    while "stopped after a signal" not in job.log():
+        assert job.shown("JobState") == {"RUNNING"}, job.log()
+        cluster.run(f"scancel --signal=USR2 {job.id} || true")
     job.wait_for("queued again, 1 of 10")
     cluster.run(f"scancel {job.id}")
     log = job.finish("CANCELLED")
