@@ -195,24 +195,23 @@ def find_the_same(resume: str, folder: Path | None, read, all_reduce, device) ->
 
     The ranks look again for a minute, as long as NFS may hide a new file from a machine.
     """
-    for wait in [5] * (LOOK_AGAIN // 5) + [0]:
+    for attempt in range(1 + LOOK_AGAIN // 5):
+        if attempt > 0:
+            time.sleep(5)
         error = None
         found = Found()
         try:
             found = find(resume, folder, read)
         except InputError as raised:
             error = raised
-        if all_same([found.fingerprint, error is not None], all_reduce, device):
-            break
-        time.sleep(wait)
-    else:
-        raise InputError(
-            f"--resume {resume}: the ranks do not see the same file: "
-            "all machines must share the folder"
-        ) from error
-    if error:
-        raise error
-    return found
+        failed = error is not None
+        if all_same([found.fingerprint, failed], all_reduce, device):
+            if failed:
+                raise error
+            return found
+    raise InputError(
+        f"--resume {resume}: the ranks do not see the same file: all machines must share the folder"
+    ) from error
 
 
 def reason_of(error: Exception) -> str:
@@ -324,8 +323,9 @@ def claim(folder: Path, log_dir: Path, found: Found) -> None:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")
         folder.mkdir(parents=True, exist_ok=True)
-        for _ in ("a new file", "one that replaces it"):
-            write_atomically(folder / ".writable", b"")
+        # A new file, and one that replaces it.
+        write_atomically(folder / ".writable", b"")
+        write_atomically(folder / ".writable", b"")
         (folder / ".writable").unlink()
     except OSError as error:
         raise InputError(

@@ -24,7 +24,8 @@ def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.dev
     if device.type == "cpu":
         return torch.device("cpu")
     count = torch.accelerator.device_count() if device.type == found else 0
-    if device.index is None and local_world_size > 1 and count == 1 and sees_only_its_own():
+    one_for_several = count == 1 and local_world_size > 1
+    if device.index is None and one_for_several and sees_only_its_own():
         return torch.device(device.type, 0)
     if device.index is None:
         wanted = local_world_size

@@ -57,9 +57,12 @@ def plain_exits():
 
     SIGUSR2 prints the stacks of all threads.
     """
-    # Under nohup SIGINT is ignored, and stays so. SIGTERM may be ignored for the launcher's sake.
-    nohup = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    end_at_once(signal.SIGTERM, *([] if nohup else [signal.SIGINT]))
+    # Also where it is ignored for the launcher's sake.
+    numbers = [signal.SIGTERM]
+    # Under nohup SIGINT is ignored, and stays so.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    end_at_once(*numbers)
     open_missing_streams()
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     try:

@@ -58,7 +58,8 @@ def acquire_or_raise(lease: SoftFileLease) -> None:
         # A predecessor may still be ending.
         lease.acquire(timeout=2)
     except Timeout:
-        if owner_of(lease).endswith(f" on {socket.gethostname()}"):
+        owner = lease.owner
+        if owner and owner.hostname == socket.gethostname():
             raise
         show(f"{lease.lock_file} is of {owner_of(lease)}: looking for {EXPIRES} s if it still runs")
         lease.acquire(timeout=EXPIRES + 5)

@@ -307,7 +307,7 @@ def main():
     world_size = dist.get_world_size()
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
-    # dist: machines may have different files.
+    # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), dist.all_reduce, device)
     networks.check(args, device)
     torch.manual_seed(args.seed)

@@ -249,7 +249,7 @@ def main(local_rank, args):
     dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
     launch.check_world_size(world_size)
     train, val = load_data(args, device, rank, world_size)
-    # dist: machines may have different files.
+    # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), dist.all_reduce, device)
     torch.manual_seed(args.seed)
     model = digits.build(args.model).to(device)

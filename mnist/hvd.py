@@ -270,7 +270,7 @@ def main():
         # dist: else every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
     train, val = load_data(args, device, rank, world_size)
-    # dist: machines may have different files.
+    # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), all_reduce, device)
     torch.manual_seed(args.seed)
     model = digits.build(args.model).to(device)

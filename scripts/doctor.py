@@ -424,10 +424,7 @@ def main():
             factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
             say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
-    warnings = [
-        *warnings_of(ranks),
-        *slow_ranks(ranks, [json.loads(text) for text in work]),
-    ]
+    warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
     for warning in warnings:
         say(f"warning: {warning}")
     but = " but for the warnings" if warnings else ""

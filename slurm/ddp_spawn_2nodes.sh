@@ -28,9 +28,9 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes wh
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 
-# shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 # Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
 # One task per node, also in a job with more tasks: mp.spawn starts the processes.
+# shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2; exec python "$@" -nr "$SLURM_NODEID"' \
