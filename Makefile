@@ -7,7 +7,7 @@ REQUIRE_ALL ?=
 export REQUIRE_ALL
 # three tests at a time on two cores: some of them wait
 PYTEST = $(VENV)/bin/python -m pytest -n 3 --dist worksteal
-SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/*.sh) .ci/run
+SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/helpers/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
 	@$(VENV)/bin/python mnist/single.py --dry-run --device cpu > /dev/null && images= || images=--synthetic; \
@@ -48,6 +48,6 @@ gpu: $(VENV)/.tools
 	PATH="$(abspath $(VENV))/bin:$$PATH" python benchmarks/gpu.py $(ARGS)
 
 fuzz: $(VENV)/.tools
-	FUZZ=200000 $(PYTEST) --timeout 0 tests/test_checkpoint.py -k fuzz
+	FUZZ=200000 $(PYTEST) --timeout 0 tests/common/test_checkpoint.py -k fuzz
 
 .PHONY: demo check test lint benchmarks gpu fuzz

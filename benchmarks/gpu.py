@@ -178,7 +178,7 @@ def measurements(args):
                 5,
                 f"{folder}/{recipe}, pretended GPU",
                 (
-                    f"{one.get(recipe, torchrun)} tests/pretended_gpu.py "
+                    f"{one.get(recipe, torchrun)} tests/helpers/pretended_gpu.py "
                     f"{flags.replace('4000 -b 100', '80 -b 2')}"
                 ),
                 120,

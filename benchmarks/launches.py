@@ -3,9 +3,9 @@ waits for it.
 
     python benchmarks/launches.py
 
-On a pretended GPU (tests/pretended_gpu.py); the default models, and two processes where the recipe
-takes several. The counts depend neither on the batch nor on the images. Apex is counted if Python
-can import it.
+On a pretended GPU (tests/helpers/pretended_gpu.py); the default models, and two processes where the
+recipe takes several. The counts depend neither on the batch nor on the images. Apex is counted if
+Python can import it.
 """
 
 import collections
@@ -34,7 +34,7 @@ def count(dataset, recipe, more=""):
             "PRETENDED_GPUS": "1" if recipe == "single.py" else "2",
             "PRETENDED_STEPS": f"{folder}/steps",
         }
-        start = f"{START.get(recipe, TORCHRUN)} tests/pretended_gpu.py {dataset}/{recipe}"
+        start = f"{START.get(recipe, TORCHRUN)} tests/helpers/pretended_gpu.py {dataset}/{recipe}"
         flags = (
             f"{batch} {small} --epochs 1 --lr 1e-4 --log-interval {INTERVAL} --log-dir "
             f"{folder}/log {more}"

@@ -6,14 +6,13 @@ import hypothesis
 import pytest
 from cluster import Cluster, need_cluster
 from launch import need
-from recipes import ROOT
+from recipes import ROOT, SHARED_DATA
 
 # Beside other tests everything can be slow
 hypothesis.settings.register_profile(
     "slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("slow")
-SHARED = ROOT.parent / "shared" / "data"
 FOLDERS = {"mnist": "MNIST", "cifar10": "cifar-10-batches-py"}
 
 
@@ -24,8 +23,8 @@ def real_data(tmp_path_factory):
 
     def unpack(dataset):
         name = FOLDERS[dataset]
-        if SHARED.exists():
-            command = [sys.executable, SHARED / "unpack.py", folder, "--only", dataset]
+        if SHARED_DATA.exists():
+            command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
             subprocess.run(command, check=True)
         else:
             there = (ROOT / "data" / name).exists()

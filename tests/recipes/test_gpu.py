@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import recipes
 import torch
-from conftest import SHARED
 from forked import compute, refused
 from launch import checkpoint, evaluations, largest_difference, need, need_horovod, run
-from recipes import DATASETS, RECIPES, ROOT, name_of, small
+from recipes import DATASETS, RECIPES, ROOT, SHARED_DATA, name_of, small
 
 START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
 TWO = "torchrun --nproc-per-node=2"
@@ -24,7 +23,7 @@ TRAINING = "--synthetic 384 --epochs 2 --model lenet --warmup-epochs 0 --log-int
 @pytest.fixture(scope="session")
 def apex(tmp_path_factory):
     """A folder with Apex, without its extensions in C++ and CUDA."""
-    archive, folder = SHARED / "apex-25.05.tar.xz", tmp_path_factory.mktemp("apex")
+    archive, folder = SHARED_DATA / "apex-25.05.tar.xz", tmp_path_factory.mktemp("apex")
     installed = importlib.util.find_spec("apex")
     if installed:
         return str(Path(installed.origin).parents[1])

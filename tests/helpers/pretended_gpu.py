@@ -1,7 +1,7 @@
 """A pretended GPU: tensors that say cuda:0 and are computed on the CPU.
 
-    python tests/pretended_gpu.py mnist/single.py --synthetic
-    torchrun --nproc-per-node=2 tests/pretended_gpu.py mnist/ddp_launch.py --synthetic
+    python tests/helpers/pretended_gpu.py mnist/single.py --synthetic
+    torchrun --nproc-per-node=2 tests/helpers/pretended_gpu.py mnist/ddp_launch.py --synthetic
 
 The second command needs PRETENDED_GPUS=2 in its environment. An operation on tensors of a GPU and
 of the CPU fails, as with CUDA. For each training step it counts launches (the operations that start

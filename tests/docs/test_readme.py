@@ -45,7 +45,7 @@ ERRORS = (
 )  # headings of tables that begin with what is printed
 # What is not run here, and why
 ELSEWHERE = {
-    # tests/test_slurm.py and test_cluster_faults.py have these, on their cluster of two nodes
+    # tests/slurm/test_slurm.py and test_cluster_faults.py have these, on their cluster of two nodes
     "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
     "cifar10/ddp_launch.py": "two machines",
     "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr "
@@ -55,7 +55,7 @@ ELSEWHERE = {
         "a job that trains for long"
     ),
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
-    "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/test_cluster_faults.py -k "
+    "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/slurm/test_cluster_faults.py -k "
     "test_preempted": "ten minutes",
     "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
     "scancel --signal=USR2 JOBID": "a job has to hang",
@@ -63,11 +63,11 @@ ELSEWHERE = {
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 "
     "--time=08:00:00 "
     "slurm/ddp_2nodes.sh": "that cluster has neither partition nor account",
-    # tests/test_scripts.py has this
+    # tests/scripts/test_scripts.py has this
     "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": (
         "with a smaller script"
     ),
-    # tests/test_docs.py has these
+    # tests/docs/test_docs.py has these
     "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device "
     "cpu": "an example with its figures",
     "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr "
@@ -76,11 +76,11 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": (
         "it has to be there"
     ),
-    # tests/test_your_own.py has these
+    # tests/examples/test_your_own.py has these
     "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
     "git merge-file examples/regression_hvd.py mnist/ddp_launch.py "
     "examples/regression.py": "it does this",
-    # tests/test_benchmarks.py has these, in a smaller size
+    # tests/benchmarks/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
     "python benchmarks/accuracy.py": "hours",
@@ -97,7 +97,7 @@ ELSEWHERE = {
     "make check": "it runs a part of this",
     "scripts/install_horovod.sh": "make test has run it",
     "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1": (
-        "tests/launch.py sets them for all tests"
+        "tests/helpers/launch.py sets them for all tests"
     ),
     "python -m torch.distributed.launch": "a name in a sentence",
     "horovodrun --min-np": "a name in a sentence",
@@ -112,7 +112,7 @@ ELSEWHERE = {
 EXTRA_FLAGS = {
     "benchmarks/data_path.py": "--repeats 1",
     "benchmarks/jpeg_tree.py": "--images 20",
-    "tests/pretended_gpu.py": "",
+    "tests/helpers/pretended_gpu.py": "",
 }
 
 
@@ -383,9 +383,9 @@ PRINTS = {
     ],
     f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
     f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
-    # by hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket
-    # view strides"] it needs a GPU: ["CUDA out of memory"] tests/test_faults.py, whose ranks
-    # hang, or are killed: ["Timeout (0:10:00)!", "another rank has ended"]
+    # By hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket
+    # view strides"]. It needs a GPU: ["CUDA out of memory"]. test_faults.py, whose ranks hang, or
+    # are killed: ["Timeout (0:10:00)!", "another rank has ended"].
 }
 
 

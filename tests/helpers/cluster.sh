@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run a command on the login node of a SLURM cluster of two nodes, node1 and node2, which are all on this machine:
 #
-#     tests/cluster.sh sbatch --wait --gpus-per-node=2 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --synthetic
-#     tests/cluster.sh bash
+#     tests/helpers/cluster.sh sbatch --wait --gpus-per-node=2 slurm/ddp_2nodes.sh cifar10/ddp_launch.py --synthetic
+#     tests/helpers/cluster.sh bash
 #
 # It needs root, and Debian's slurm-wlm munge iproute2 openssh-server. Its daemons, links and mounts are in their own
 # namespaces, which the kernel removes when the command ends, however it ends. The nodes claim to have GPUs, so that

@@ -5,13 +5,15 @@ import re
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATASETS = sorted(path.parent for path in ROOT.glob("*/single.py"))
 # A recipe has its name in every folder; the other modules of a folder are what its recipes import.
 NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
 RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
 # What a copied recipe takes along, beside the modules of its own folder.
 SHARED = ("common", "images")
+# Real data sets, where CI has them.
+SHARED_DATA = ROOT.parent / "shared" / "data"
 # The line of fit() after a step, in each recipe.
 STEP = (
     "            # Data order, rates and random state are functions of the seed and this "

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from pathlib import Path
 
 import psutil
 import pytest
@@ -39,7 +40,7 @@ def link_repository(folder):
 
 
 class Cluster:
-    """tests/cluster.sh, running until it is closed, and a user's commands on its login node."""
+    """cluster.sh, running until it is closed, and a user's commands on its login node."""
 
     def __init__(self, **environment):
         self.mark = uuid.uuid4().hex
@@ -51,13 +52,13 @@ class Cluster:
             "CUDA_VISIBLE_DEVICES": "",
         }
         self.process = subprocess.Popen(
-            [ROOT / "tests" / "cluster.sh", "sh", "-c", "echo ready; exec cat"],
+            [Path(__file__).with_name("cluster.sh"), "sh", "-c", "echo ready; exec cat"],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.environment,
         )
-        assert self.process.stdout.readline() == "ready\n", "tests/cluster.sh did not start"
+        assert self.process.stdout.readline() == "ready\n", "tests/helpers/cluster.sh did not start"
         self.init = psutil.Process(self.process.pid).children()[0].pid
 
     def __enter__(self):
