@@ -140,25 +140,25 @@ class ForkedJob:
         for process in self.ranks:
             process.kill()
 
-    def finish(self, timeout=launch.PATIENCE):
+    def finish(self):
         """Wait for the end, and return the highest exit status."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + launch.PATIENCE
         for process in self.ranks:
             process.join(max(0, end - time.monotonic()))
         hangs = self.running()
         self.kill()
         if self.server:
             self.server.stop()
-        assert not hangs, f"{self.command} still ran after {timeout} s:\n{self.output()}"
+        assert not hangs, f"{self.command} still ran after {launch.PATIENCE} s:\n{self.output()}"
         return max(abs(process.exitcode) for process in self.ranks)
 
 
-def compute(command, cwd, status=0, timeout=launch.PATIENCE, **environment):
+def compute(command, cwd, status=0, **environment):
     """Do what launch.run does, with forked processes unless the launcher is mpirun."""
     if command.startswith("mpirun"):
-        return launch.run(command, cwd, status, timeout, **environment)
+        return launch.run(command, cwd, status, **environment)
     job = ForkedJob(command, cwd, **environment)
-    ended_with = job.finish(timeout)
+    ended_with = job.finish()
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
     return job.output()
 

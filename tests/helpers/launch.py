@@ -90,6 +90,16 @@ def strategies(processes, folder):
     }
 
 
+def wait_until(happened, job):
+    """Return once `happened()`. Fail if the job ends before, or after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        # Once more, as it may have happened just before the end.
+        assert job.running() or happened(), f"{job.command} ended:\n{job.output()}"
+        assert time.monotonic() < end, f"{job.command} hangs:\n{job.output()}"
+        time.sleep(0.02)
+
+
 class Job:
     """A shell command in a process group of its own, whose descendants are known by a mark in their
     environment.
@@ -141,20 +151,9 @@ class Job:
                 found.append((process, process.cmdline()))
         return found
 
-    def wait_for(self, text, timeout=PATIENCE):
-        """Return once it has printed `text`.
-
-        Fail if it ends before, or takes longer than `timeout` seconds.
-        """
-        end = time.monotonic() + timeout
-        while text not in self.output():
-            assert self.process.poll() is None, (
-                f"{self.command} ended without '{text}':\n{self.output()}"
-            )
-            assert time.monotonic() < end, (
-                f"{self.command}: no '{text}' in {timeout} s:\n{self.output()}"
-            )
-            time.sleep(0.05)
+    def wait_for(self, text):
+        """Return once it has printed `text`."""
+        wait_until(lambda: text in self.output(), self)
 
     def running(self):
         return self.process.poll() is None
@@ -174,16 +173,14 @@ class Job:
         )  # first the launcher and its process group: ranks end with their launcher
         self.signal(signal.SIGKILL, everyone=True)
 
-    def finish(self, timeout=PATIENCE, grace=120):
-        """Wait for the end, check that nothing is left `grace` seconds later, and return the exit
-        status.
-        """
+    def finish(self):
+        """Wait for the end, and that of all that it started, and return the exit status."""
         try:
-            status = self.process.wait(timeout)
+            status = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self.signal(signal.SIGKILL, everyone=True)
-            pytest.fail(f"{self.command} still ran after {timeout} s:\n{self.output()}")
-        end = time.monotonic() + grace
+            pytest.fail(f"{self.command} still ran after {PATIENCE} s:\n{self.output()}")
+        end = time.monotonic() + PATIENCE
         while self.alive() and time.monotonic() < end:
             time.sleep(0.1)
         left = self.alive()
@@ -192,13 +189,13 @@ class Job:
         return status
 
 
-def run(command, cwd, status=0, timeout=PATIENCE, **environment):
+def run(command, cwd, status=0, **environment):
     """Run a command to its end and return what it printed.
 
     Fail if its exit status is not `status`.
     """
     job = Job(command, cwd, **environment)
-    ended_with = job.finish(timeout)
+    ended_with = job.finish()
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
     # What gloo prints at the end of a process in which the DDP wrapper outlives the process group
     assert "terminate called" not in job.output(), job.output()

@@ -94,6 +94,21 @@ def changed_copy(to, recipe, line, replacement):
     return to / dataset
 
 
+def waiting_copy(to, recipe, steps):
+    """Copy as changed_copy does; in the step after `steps` steps, each rank prints "waits" and
+    waits until one is told to stop.
+    """
+    lines = (
+        f"            if position.steps == {steps}:\n"
+        "                import os, time\n"
+        "                os.write(1, b'waits\\n')\n"
+        "                while not stop.requested and not os.path.exists('told'):\n"
+        "                    time.sleep(0.01)\n"
+        "                open('told', 'w').close()\n"
+    )
+    return changed_copy(to, recipe, STEP, lines + STEP)
+
+
 def in_float64(to, dataset, recipe=None, line=None, replacement=None):
     """Copy the recipes of a data set, in float64, and common/ to the folder `to`.
 

@@ -21,8 +21,9 @@ from launch import (
     random_seed,
     run,
     strategies,
+    wait_until,
 )
-from recipes import ROOT, STEP, changed_copy, in_float64, small
+from recipes import ROOT, STEP, changed_copy, in_float64, small, waiting_copy
 
 from common import checkpoint as checkpoints
 
@@ -31,7 +32,7 @@ from common import checkpoint as checkpoints
 KILLS = {"single": 10, "ddp_spawn": 1, "ddp_launch": 3, "hvd_gloo": 2}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
 FLAGS = {"mnist": "", "cifar10": "", "imagenet": f"{small('imagenet')} -b 64 --lr 0.005"}
-IMAGES, EPOCHS, STEPS = 2048, 4, 16  # global batches of 128
+EPOCHS, STEPS = 4, 8  # global batches of 128
 
 
 def start(strategy, folder):
@@ -58,12 +59,9 @@ def newest(folder):
     return None
 
 
-def kill(job, reached, timeout=90):
+def kill(job, reached):
     """SIGKILL to a job and all its processes as soon as `reached()`."""
-    end = time.monotonic() + timeout
-    while not reached():
-        assert time.monotonic() < end and job.running(), job.output()
-        time.sleep(0.005)
+    wait_until(reached, job)
     job.kill()
     assert job.finish() != 0
 
@@ -89,19 +87,21 @@ def assert_same_run(a, b):
 @pytest.mark.parametrize("strategy", KILLS)
 def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
+    dataset = RUNS[strategy]
     flags = (
-        f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {IMAGES} --epochs "
+        f"{'-b 128 --lr 0.04' if strategy == 'single' else ''} --synthetic {128 * STEPS} --epochs "
         f"{EPOCHS} --wd 5e-4 "
-        f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[RUNS[strategy]]} --resume auto"
+        f"--model convnet --device cpu --checkpoint-every 3 {FLAGS[dataset]} --resume auto"
     )
-    command, quick = (
-        f"{start(name, ROOT / RUNS[strategy])} {flags}" for name in (strategy, forked(strategy))
-    )
+    # The run that is killed never comes to its end by itself.
+    recipe = "hvd" if strategy.startswith("hvd") else strategy
+    copy = waiting_copy(tmp_path, f"{dataset}/{recipe}.py", steps=(EPOCHS - 1) * STEPS)
+    command = f"{start(strategy, copy)} {flags}"
+    quick = f"{start(forked(strategy), ROOT / dataset)} {flags}"
     assert "starting from the beginning" in compute(f"{quick} --log-dir whole", cwd=tmp_path)
     start_job = Job if strategy == "ddp_spawn" else ForkedJob
     draw, folder = random.Random(random_seed()), tmp_path / "part"
-    # In the first half of the run, so that the kill comes before its end
-    for target in sorted(draw.sample(range(1, EPOCHS // 2 * STEPS), k=KILLS[strategy])):
+    for target in sorted(draw.sample(range(1, (EPOCHS - 1) * STEPS - 3), k=KILLS[strategy])):
 
         def reached(steps=target):
             saved = newest(folder)
@@ -117,31 +117,28 @@ def test_kills(strategy, tmp_path):
 
 # The recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB.
 DEFAULTS = {
-    "cifar10/single.py": "python {}/cifar10/single.py --synthetic 128 -b 32 --checkpoint-every 2",
-    "torchrun": "torchrun --nproc-per-node=2 --standalone {}/cifar10/ddp_launch.py "
-    "--synthetic 128 -b 16 --checkpoint-every 2",
-    "horovodrun": (
-        "horovodrun -np 2 python {}/cifar10/hvd.py --synthetic 128 -b 16 --checkpoint-every 2"
-    ),
-    "imagenet/single.py": "python {}/imagenet/single.py --arch resnet50 --image-size 64 "
-    "--synthetic 64 -b 16 --checkpoint-every 2",
+    "cifar10/single.py": "python {}/single.py --synthetic 96 -b 32",
+    "cifar10/ddp_launch.py": "torchrun --nproc-per-node=2 --standalone {}/ddp_launch.py "
+    "--synthetic 96 -b 16",
+    "cifar10/hvd.py": "horovodrun -np 2 python {}/hvd.py --synthetic 96 -b 16",
+    "imagenet/single.py": "python {}/single.py --arch resnet50 --image-size 64 --synthetic 48 "
+    "-b 16",
 }
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_killed_with_the_default_model(name, tmp_path):
-    """SIGKILL within an epoch, and --resume auto."""
-    if name == "horovodrun":
+    """SIGKILL in the last of three steps, and --resume auto."""
+    if "hvd" in name:
         need_horovod()
-    command = f"{DEFAULTS[name].format(ROOT)} --epochs 1 --device cpu"
-    quick = command.replace("horovodrun", "horovodrun --gloo")
-    kill(
-        Job(f"{command} --log-dir part", cwd=tmp_path),
-        lambda: (tmp_path / "part" / "last.pt").exists(),
+    command, quick = (
+        f"{DEFAULTS[name].format(folder)} --epochs 1 --device cpu --checkpoint-every 2"
+        for folder in (waiting_copy(tmp_path, name, steps=2), (ROOT / name).parent)
     )
-    stopped = checkpoint(tmp_path / "part")
-    assert place(stopped)[0] == 0
-    assert place(stopped)[1] > 0
+    quick = quick.replace("horovodrun", "horovodrun --gloo")
+    job = Job(f"{command} --log-dir part", cwd=tmp_path)
+    kill(job, lambda: "waits" in job.output())
+    assert place(checkpoint(tmp_path / "part")) == (0, 32 if "imagenet" in name else 64)
     for flags in ("--log-dir part --resume auto", "--log-dir whole"):
         assert compute(f"{quick} {flags}", cwd=tmp_path).count("resumed from") == ("auto" in flags)
     whole, resumed = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "part")
@@ -153,15 +150,13 @@ def test_killed_with_the_default_model(name, tmp_path):
 
 def test_killed_before_the_first_checkpoint(tmp_path):
     """It starts over: a job that a scheduler restarts cannot choose another folder."""
-    command = (
-        f"python {ROOT}/mnist/single.py --model lenet --device cpu --log-dir log --resume auto"
-    )
-    kill(
-        ForkedJob(f"{command} --synthetic 64000", cwd=tmp_path),
-        (tmp_path / "log" / "results.jsonl").exists,
-    )
+    copy = waiting_copy(tmp_path, "mnist/single.py", steps=2)
+    flags = "--synthetic 640 --model lenet --device cpu --epochs 1 --log-dir log --resume auto"
+    job = ForkedJob(f"python {copy}/single.py {flags}", cwd=tmp_path)
+    kill(job, lambda: "waits" in job.output())
+    assert (tmp_path / "log" / "results.jsonl").exists()
     assert not list((tmp_path / "log").glob("*.pt"))
-    compute(f"{command} --synthetic 640 --epochs 1", cwd=tmp_path)
+    compute(f"python {ROOT}/mnist/single.py {flags}", cwd=tmp_path)
     assert place(checkpoint(tmp_path / "log")) == (1, 0)
 
 
@@ -208,16 +203,14 @@ def test_warned_and_resumed(strategy, tmp_path):
     """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and
     status 0.
     """
-    flags = (
-        f"--synthetic {4 * IMAGES} --epochs 12 --model lenet --device cpu --timeout 60 "
-        "--resume auto"
-    )
-    command, quick = (
-        f"{start(name, ROOT / 'mnist')} {flags}" for name in (strategy, forked(strategy))
-    )
+    flags = "--synthetic 512 --epochs 2 --model lenet --device cpu --log-interval 2 --resume auto"
+    recipe = "hvd" if strategy.startswith("hvd") else strategy
+    copy = waiting_copy(tmp_path, f"mnist/{recipe}.py", steps=5)
+    command = f"{start(strategy, copy)} {flags}"
+    quick = f"{start(forked(strategy), ROOT / 'mnist')} {flags}"
     compute(f"{quick} --log-dir whole", cwd=tmp_path)
     job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
-    job.wait_for("epoch 1/")
+    job.wait_for("waits")
     told = job.process  # passes it on to the ranks, or is the only one
     if strategy in (
         "ddp_launch",
@@ -233,7 +226,7 @@ def test_warned_and_resumed(strategy, tmp_path):
     assert job.finish() == 0, job.output()
     assert job.output().count("stopped after a signal") == 1
     assert "Traceback" not in job.output()
-    assert place(checkpoint(tmp_path / "part"))[0] < 12
+    assert checkpoint(tmp_path / "part")["position"]["steps"] == 6
     assert compute(f"{quick} --log-dir part", cwd=tmp_path).count("resumed from part/last.pt") == 1
     assert_same_run(tmp_path / "whole", tmp_path / "part")
 
@@ -256,7 +249,7 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
     After the start no step is lost, and --resume auto takes the run up each time.
     """
     flags = (
-        f"--synthetic 19200 --epochs {3 + MOMENTS} --model lenet --device cpu "
+        f"--synthetic 6400 --epochs {3 + MOMENTS} --model lenet --device cpu "
         "--test-batch-size 10 --log-seconds 0 --resume auto"
     )
     command, quick = (
@@ -271,7 +264,7 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
         job = Job(f"exec {command} --log-dir part", cwd=tmp_path)
         if draw.random() < 0.8:
             job.wait_for("step ")
-        time.sleep(draw.uniform(0, 4))
+        time.sleep(draw.uniform(0, 2))
         if not job.running():
             break
         job.process.terminate()
@@ -408,13 +401,13 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
     chain = [
         (torchrun, 64, (0, 64)),
-        (f"horovodrun -np 2 python mnist/hvd.py -b 32 {flags}", 192, (0, 192)),
+        (f"horovodrun --gloo -np 2 python mnist/hvd.py -b 32 {flags}", 192, (0, 192)),
         (f"python mnist/single.py -b 64 {flags}", 128, (1, 128)),
         (torchrun, -1, (2, 0)),
     ]
     for number, (command, stop_at, ends) in enumerate(chain):
         before = checkpoint(tmp_path / "part") if number else None
-        output = (run if "horovodrun" in command else compute)(
+        output = compute(
             f"{command} --log-dir part --resume auto", cwd=tmp_path, STOP_AT=str(stop_at)
         )
         saved = checkpoint(tmp_path / "part")
@@ -459,7 +452,16 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     """
     folder = in_float64(tmp_path, "mnist")
     code = tmp_path / "common" / "checkpoint.py"
-    code.write_text(code.read_text().replace("LOOK_AGAIN = 60", "LOOK_AGAIN = 15"))
+    text = code.read_text()
+    # It says that it looks again, and does so often; where no copy comes, once.
+    often = 5 if copied == "never" else 100_000
+    for line, changed in (
+        ("LOOK_AGAIN = 60", f"LOOK_AGAIN = {often}"),
+        ("time.sleep(5)", "time.sleep(0.1); open('looks-again', 'w').close()"),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, changed)
+    code.write_text(text)
     for machine in ("first", "second"):
         (tmp_path / machine).mkdir()
     common = (
@@ -477,9 +479,9 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
         for k, machine in enumerate(("first", "second"))
     ]
     if copied == "late":
-        # After they have joined, which takes about a second.
-        time.sleep(6)
-        shutil.copytree(*logs)
+        wait_until((tmp_path / "second" / "looks-again").exists, jobs[1])
+        shutil.copytree(logs[0], tmp_path / "copy")
+        (tmp_path / "copy").rename(logs[1])
     status = 2 if copied == "never" else 0
     assert [job.finish() for job in jobs] == [status] * 2, [job.output() for job in jobs]
     first, second = (job.output() for job in jobs)
