@@ -28,7 +28,7 @@ def test_docstring_command(command, backend, tmp_path):
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["backend"], result["processes"], result["hosts"]) == (backend, 2, 1)
     assert [size["bytes"] for size in result["sizes"]] == [4**k for k in range(1, 7)]
-    assert all(0 < size["seconds"] < 1 and size["spread"] >= 0 for size in result["sizes"])
+    assert all(size["seconds"] > 0 and size["spread"] >= 0 for size in result["sizes"])
     assert {"python", "torch"} <= result["versions"].keys()
     assert result["hardware"]["cores"] and result["date"]
     rows = re.findall(

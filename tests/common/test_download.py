@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from launch import PATIENCE
 from torchvision.datasets import CIFAR10, MNIST
 
 from cifar10 import cifar
@@ -213,7 +214,7 @@ def two_ranks(folder):
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(PATIENCE)
     return [process.exitcode for process in both]
 
 

@@ -6,8 +6,9 @@ import shutil
 import signal
 
 import pytest
+from forked import compute
 from launch import Job, need, run
-from recipes import ROOT, in_float64
+from recipes import ROOT
 
 from common import lease
 
@@ -16,22 +17,23 @@ SINGLE = f"python {ROOT}/mnist/single.py {FLAGS}"
 ENDLESS = "--epochs 100000"
 
 
-@pytest.fixture
-def running(tmp_path):
-    """A job that trains in tmp_path/log."""
-    job = Job(f"exec {SINGLE} {ENDLESS}", tmp_path)
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A job that trains in the folder log of job.folder."""
+    folder = tmp_path_factory.mktemp("running")
+    job = Job(f"exec {SINGLE} {ENDLESS}", folder)
+    job.folder = folder
     job.wait_for("epoch 2/")
     yield job
-    if job.running():
-        job.kill()
-        job.finish()
+    job.kill()
+    job.finish()
 
 
 @pytest.mark.parametrize("start", [SINGLE, f"{SINGLE} --resume auto --checkpoint-dir other"])
-def test_a_folder_in_use_is_refused(start, running, tmp_path):
-    said = run(start, tmp_path, status=2)
+def test_a_folder_in_use_is_refused(start, running):
+    said = compute(start, running.folder, status=2)
     assert re.fullmatch(
-        rf"single.py: {tmp_path}/log is in use by process {running.process.pid} on \S+: "
+        rf"single.py: {running.folder}/log is in use by process {running.process.pid} on \S+: "
         r"wait for its end, or choose another --log-dir \(and --checkpoint-dir\)\n",
         said,
     )
@@ -39,17 +41,20 @@ def test_a_folder_in_use_is_refused(start, running, tmp_path):
     running.wait_for(f"epoch {at + 2}/")
 
 
-def test_one_line_of_several_ranks(running, tmp_path):
+def test_one_line_of_several_ranks(running):
     """The ranks that wait for rank 0 print no traceback."""
     torchrun = f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {FLAGS}"
-    said = run(f"{torchrun} --resume auto", tmp_path, status=1)
+    said = run(f"{torchrun} --resume auto", running.folder, status=1)
     assert said.count("is in use by process") == 1
     assert "[rank1]: Traceback" not in said
 
 
-def test_a_killed_job_does_not_lock_out_its_successor(running, tmp_path):
-    running.process.kill()
-    running.process.wait()
+def test_a_killed_job_does_not_lock_out_its_successor(tmp_path):
+    killed = Job(f"exec {SINGLE} {ENDLESS}", tmp_path)
+    killed.wait_for("epoch 1/")
+    killed.process.kill()
+    killed.finish()
+    assert (tmp_path / "log" / ".in-use").exists()
     said = run(f"{SINGLE} --resume auto --max-steps 1", tmp_path)
     assert "nothing left to do" in said
     assert not (tmp_path / "log" / ".in-use").exists()
@@ -65,10 +70,7 @@ def test_nothing_is_left_in_the_folder_of_a_run_that_ended(strategy, tmp_path):
 def test_on_another_machine(tmp_path):
     """A process there cannot be looked at, but its file stays as it is if it died."""
     need(os.geteuid() == 0 and shutil.which("unshare"), "root, for another host name")
-    recipe = in_float64(tmp_path, "mnist") / "single.py"
-    code = tmp_path / "common" / "lease.py"
-    code.write_text(code.read_text().replace("EXPIRES = 30", "EXPIRES = 3"))
-    here = f"python {recipe} {FLAGS} {ENDLESS}"
+    here = f"{SINGLE} {ENDLESS}"
     there = Job(f"exec unshare --uts bash -c 'hostname there; exec {here}'", tmp_path)
     there.wait_for("epoch 2/")
     said = run(here, tmp_path, status=2)

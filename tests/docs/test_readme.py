@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
 from forked import compute
-from launch import Job, free_port, need, need_horovod, run
+from launch import Job, free_port, need, need_horovod, run, wait_until
 from recipes import RECIPES, ROOT, commands
 
 from benchmarks import jpeg_tree
@@ -367,12 +367,11 @@ ONE_GOES = (
     "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)",
     "hvd.allreduce(torch.ones(1))",
 )
+INTERRUPTED = "torchrun --no-python sleep 1000"
 # Commands that print the messages in the README's last table
 PRINTS = {
     f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
-    "timeout --signal=INT 20 torchrun --no-python sleep 60": [
-        "SignalException: Process ... got signal: 2"
-    ],
+    INTERRUPTED: ["SignalException: Process ... got signal: 2"],
     "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": [
         "mpirun has detected an attempt to run as root"
     ],
@@ -402,6 +401,11 @@ def test_error_texts(command, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1] if command == TWO else free_port()
         job = Job(command, tmp_path, PET_MASTER_PORT=str(port))
+        if command == INTERRUPTED:
+            wait_until(
+                lambda: ["sleep", "1000"] in [words for _, words in job.command_lines()], job
+            )
+            job.signal(signal.SIGINT)
         job.finish()
     for text in PRINTS[command]:
         assert f"`{text}`" in table

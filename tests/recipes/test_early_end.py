@@ -1,11 +1,10 @@
 """Processes that end before their first step: their launcher is killed, or they are told to."""
 
 import signal
-import time
 
 import psutil
 import pytest
-from launch import Job, free_port, need_horovod
+from launch import Job, free_port, need_horovod, wait_until
 from recipes import ROOT, changed_copy
 
 FLAGS = "--synthetic 320 --model lenet --device cpu --epochs 100000 --log-dir log"
@@ -34,10 +33,9 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(command, tmp_
     if "hvd" in command:
         need_horovod("mpi")
     job = Job(f"exec {command}", tmp_path)
-    while len(ranks_of(job.process)) < 2:
-        assert job.running()
+    wait_until(lambda: len(ranks_of(job.process)) == 2, job)
     job.process.kill()
-    # It checks that no process is left. A rank needs some seconds to import torch.
+    # It checks that no process is left.
     job.finish()
 
 
@@ -56,9 +54,7 @@ def test_told_to_stop_while_a_machine_is_awaited(traps, tmp_path):
         MASTER_PORT=str(port),
     )
     process = psutil.Process(job.process.pid)
-    while not any(known.laddr.port == port for known in process.net_connections()):
-        assert job.running(), job.output()
-        time.sleep(0.1)
+    wait_until(lambda: any(known.laddr.port == port for known in process.net_connections()), job)
     process.send_signal(signal.SIGTERM)
     assert job.finish() == -signal.SIGTERM
 

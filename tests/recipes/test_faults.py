@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import time
 
 import numpy as np
 import psutil
@@ -17,6 +16,7 @@ from launch import (
     place,
     run,
     strategies,
+    wait_until,
 )
 from PIL import Image
 from recipes import ROOT, STEP, changed_copy
@@ -33,7 +33,7 @@ RECIPES = {
 
 
 def fails(command, cwd, start=Job):
-    """The output of a command that has to fail within two minutes."""
+    """The output of a command that has to fail."""
     job = start(command, cwd)
     assert job.finish() != 0, job.output()
     return job.output()
@@ -80,11 +80,9 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
         f"                {FAULTS[fault]}\n"
     )
     copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
-    # Eight seconds only where it runs out: rank 0 imports TensorBoard after the first epoch,
-    # while the others wait
     output = fails(
         f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log "
-        f"--timeout {8 if fault == 'hangs' else 60}",
+        f"--timeout {30 if fault == 'hangs' else 600}",
         tmp_path,
         ForkedJob if fault == "hangs" else Job,
     )
@@ -92,7 +90,7 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
     assert "epoch 2/3" not in output
     assert place(good(tmp_path / "log"))[0] == 1
     if fault == "hangs":
-        assert "Timeout (0:00:08)!" in output, output
+        assert "Timeout (0:00:30)!" in output, output
         assert " in fit" in output, (
             output
         )  # ranks that write at once mix their words, not the letters
@@ -193,21 +191,23 @@ def loader_workers(job, count):
     """The loader workers of all ranks, once there are `count`: processes whose parent runs the same
     recipe.
     """
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
+    found = []
+
+    def all_there():
+        found.clear()
         with contextlib.suppress(psutil.NoSuchProcess):  # one that ends meanwhile
             processes = {process.pid: process for process in job.alive()}
-            grandchildren = [
+            found.extend(
                 process
                 for process in processes.values()
                 if process.ppid() in processes
                 and not process.children()
                 and process.cmdline() == processes[process.ppid()].cmdline()
-            ]
-            if len(grandchildren) >= count:
-                return grandchildren
-        time.sleep(0.1)
-    raise AssertionError(job.output())
+            )
+        return len(found) >= count
+
+    wait_until(all_there, job)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_loader_worker(strategy, number, tree, tmp_path):
     ]
     stops = number == signal.SIGSTOP
     job = Job(
-        f"{command} {tree} --epochs 1000 --workers 1 {'--timeout 20' if stops else ''}",
+        f"{command} {tree} --epochs 1000 --workers 1 {'--timeout 30' if stops else ''}",
         cwd=tmp_path,
     )
     job.wait_for("epoch 2/1000")
@@ -229,7 +229,7 @@ def test_loader_worker(strategy, number, tree, tmp_path):
     assert job.finish() != 0
     assert place(good(tmp_path / "log"))[0] > 0
     if stops:
-        assert "Timeout (0:00:20)!" in job.output()
+        assert "Timeout (0:00:30)!" in job.output()
         assert "loader.py" in job.output() or "dataloader.py" in job.output()
 
 

@@ -21,8 +21,9 @@ from launch import (
     place,
     random_seed,
     strategies,
+    wait_until,
 )
-from recipes import ROOT, STEP, in_float64, small
+from recipes import ROOT, STEP, in_float64, small, waiting_copy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -149,21 +150,19 @@ def test_killed_in_a_sharded_save(tmp_path):
     """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or
     the one before.
     """
-    # 12 steps of 64 images in each epoch
-    command = f"{SHARDED} --synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"
+    # 12 steps of 64 images in each epoch. The run that is killed never comes to its last one.
+    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=7 * 12)
+    flags = "--synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"
+    command = f"{SHARDED} {flags}"
+    killed = command.replace(f"{ROOT}/imagenet", str(copy))
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
     for turn in range(10):
-        there, job = (
-            set(folder.glob("shards-*")),
-            ForkedJob(f"{command} --log-dir part", cwd=tmp_path),
-        )
-        end = time.monotonic() + 60
-        while (
-            len(set(folder.glob("shards-*")) - there) < 1 + turn % 2
-        ):  # in its first save, or once that is done
-            assert time.monotonic() < end and job.running(), job.output()
-            time.sleep(0.002)
+        there = set(folder.glob("shards-*"))
+        job = ForkedJob(f"{killed} --log-dir part", cwd=tmp_path)
+        # In its first save, or once that is done.
+        saves = 1 + turn % 2
+        wait_until(lambda: len(set(folder.glob("shards-*")) - there) >= saves, job)  # noqa: B023
         time.sleep(draw.uniform(0, 0.1))  # a save takes about that long
         job.kill()
         assert job.finish() != 0

@@ -78,7 +78,7 @@ def test_a_signal_to_mpirun(number, mpirun_first, tmp_path):
         assert job.finish() == 0
         assert "stopped after a signal" in job.output()
     else:
-        assert job.finish(30) == 1
+        assert job.finish() == 1
     epochs = place(checkpoint(tmp_path / "log"))[0] + 1
     output = run(f"{command} --resume auto --epochs {epochs}", tmp_path, **environment)
     assert "resumed from log/last.pt" in output

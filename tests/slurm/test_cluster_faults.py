@@ -18,12 +18,13 @@ from launch import (
     need_horovod,
     place,
     random_seed,
-    run,
 )
 from recipes import ROOT, changed_copy, in_float64
 
-# 20 epochs of 10 steps on two processes, and a checkpoint every 3 steps. A slow copy of the recipe
-# prints its position. With DEFAULT_MODEL=1 in the environment the model is ResNet-18.
+# Six epochs of 10 steps on two processes, and a checkpoint every 3 steps. A copy of the recipe
+# prints its position, and from the epoch on that is written in a file it waits in each step: the
+# fault comes while it waits, and the test decides when it goes on. With DEFAULT_MODEL=1 in the
+# environment the model is ResNet-18.
 if os.environ.get("DEFAULT_MODEL"):
     DATASET, BATCH, MODEL = "cifar10", 2, "--lr 0.001"
 else:
@@ -32,19 +33,33 @@ DDP = f"{DATASET}/ddp_launch.py"
 HVD = f"{DATASET}/hvd.py"
 IMAGES = 20 * BATCH
 INTERVAL = 5
+EPOCHS = 6
 SIZE = (
-    f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs 20 --checkpoint-every 3 "
+    f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs {EPOCHS} --checkpoint-every 3 "
     f"--device cpu --log-interval {INTERVAL}"
 )
 ADVANCE = "            position.advance(train.sampler.global_batch)\n"
-# At once: two ranks' lines would mix.
-SLOW = """\
+# The line in one write: two ranks' lines would mix.
+WAITS = """\
             import os, time
 
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
             line = f"at {position.epoch} {position.samples} {stop.requested}\\n"
             os.write(1, line.encode())
+            while position.epoch >= int(open("wait-from").read()) and not stop.requested:
+                time.sleep(0.02)
 """
+
+
+def wait_from(folder, epoch):
+    """Let the ranks of a job in `folder` wait from this epoch on, and go on until it."""
+    (folder / "new").write_text(str(epoch))
+    (folder / "new").rename(folder / "wait-from")
+
+
+def go_on(job):
+    """Let them go on to the end of the run."""
+    wait_from(job.folder, EPOCHS)
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +71,23 @@ def undisturbed(tmp_path_factory):
     (unless find_unused_parameters=True).
     """
     folder = tmp_path_factory.mktemp("undisturbed")
-    run(f"torchrun --standalone --nproc-per-node=2 {ROOT}/{DDP} {SIZE} --log-dir log", cwd=folder)
+    compute(
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/{DDP} {SIZE} --log-dir log", cwd=folder
+    )
     return folder / "log"
 
 
 @pytest.fixture
-def slow_job(cluster, tmp_path):
-    """A function that starts the slow copy, a process on each of two nodes, and waits an epoch."""
+def waiting_job(cluster, tmp_path):
+    """A function that starts the copy, a process on each of two nodes, and returns in its third
+    epoch, where it waits.
+    """
     started = []
 
-    def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, **environment):
+    def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, epoch=2, **environment):
         if not started:
-            changed_copy(tmp_path, recipe, ADVANCE, ADVANCE + SLOW)
+            changed_copy(tmp_path, recipe, ADVANCE, ADVANCE + WAITS)
+        wait_from(tmp_path, epoch)
         job = SlurmJob(
             cluster,
             tmp_path,
@@ -76,7 +96,7 @@ def slow_job(cluster, tmp_path):
             **environment,
         )
         started.append(job)
-        job.wait_for("^epoch ")
+        job.wait_for("^at 2 ")
         return job
 
     yield start
@@ -95,14 +115,15 @@ def is_whole(folder, undisturbed):
         for lines in (evaluations(folder), evaluations(undisturbed))
     ]
     assert figures[0] == figures[1]
-    assert [line[0] for line in figures[0]] == list(range(1, 21))
+    assert [line[0] for line in figures[0]] == list(range(1, EPOCHS + 1))
 
 
-def test_worker_killed(slow_job, cluster):
-    job = slow_job(sbatch="--gpus-per-node=2")
+def test_worker_killed(waiting_job, cluster):
+    job = waiting_job(sbatch="--gpus-per-node=2")
     cluster.run(f"scancel --signal=USR2 {job.id}")
     job.wait_for("Current thread", count=4)  # each rank prints its stack, and continues
-    job.wait_for("^epoch 3/")
+    wait_from(job.folder, 4)
+    job.wait_for("^epoch 4/")
     job.ranks("node2")[-1].kill()
     log = job.finish("FAILED")
     # Each torchrun says what it saw first.
@@ -110,34 +131,41 @@ def test_worker_killed(slow_job, cluster):
     assert any(re.search(first, cause) for cause in log.split("Root Cause")[1:]), log
 
 
-def test_worker_killed_and_restarted(slow_job, undisturbed):
-    job = slow_job(RESTARTS="2")
+def test_worker_killed_and_restarted(waiting_job, undisturbed):
+    job = waiting_job(RESTARTS="2")
     job.ranks("node2")[-1].kill()
     job.wait_for("^resumed from")
+    go_on(job)
     job.finish()
     is_whole(job.runs(), undisturbed)
 
 
-def test_link_down_for_8_seconds(slow_job, cluster, undisturbed):
-    job = slow_job()
-    cluster.run("ip link set link-node2 down; sleep 8; ip link set link-node2 up")
+def test_link_down_for_8_seconds(waiting_job, cluster, undisturbed):
+    job = waiting_job()
+    cluster.run("ip link set link-node2 down")
+    go_on(job)
+    cluster.run("sleep 8; ip link set link-node2 up")
     assert "resumed" not in job.finish()
     is_whole(job.runs(), undisturbed)
 
 
-def test_link_down_for_longer_than_the_timeout(slow_job, cluster, undisturbed):
-    job = slow_job("--timeout 12", RESTARTS="2")
-    cluster.run("ip link set link-node2 down; sleep 25; ip link set link-node2 up")
+def test_link_down_for_longer_than_the_timeout(waiting_job, cluster, undisturbed):
+    job = waiting_job("--timeout 20", RESTARTS="2")
+    cluster.run("ip link set link-node2 down")
+    go_on(job)
+    job.wait_for(r"Timeout \(0:00:20\)!")
+    cluster.run("ip link set link-node2 up")
     job.wait_for("^resumed from")
     job.finish()
     is_whole(job.runs(), undisturbed)
 
 
-def test_node_down(slow_job, cluster, undisturbed):
-    job = slow_job()
+def test_node_down(waiting_job, cluster, undisturbed):
+    job = waiting_job()
     # It comes back when SLURM looks at it again.
     cluster.run("scontrol update nodename=node2 state=down reason=test")
     job.wait_for("^resumed from")
+    go_on(job)
     job.finish()
     assert job.shown("Restarts") == {"1"}
     is_whole(job.runs(), undisturbed)
@@ -148,9 +176,11 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
 
     The job has more tasks than torchruns, and inherits the binding of a job that submitted it.
     """
-    in_float64(tmp_path, "mnist", "ddp_launch.py", ADVANCE, ADVANCE + SLOW)
+    in_float64(tmp_path, "mnist", "ddp_launch.py", ADVANCE, ADVANCE + WAITS)
+    wait_from(tmp_path, 2)
     flags = (
-        f"--synthetic 640 --model lenet --epochs 20 --device cpu --log-interval {INTERVAL} -G 64"
+        f"--synthetic 640 --model lenet --epochs {EPOCHS} --device cpu "
+        f"--log-interval {INTERVAL} -G 64"
     )
     job = SlurmJob(
         cluster,
@@ -158,10 +188,9 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
         "--gpus-per-node=2 --cpus-per-task=2 --ntasks-per-node=2 slurm/ddp_elastic.sh "
         f"mnist/ddp_launch.py "
         f"{flags} --checkpoint-every 3",
-        STEP_SECONDS="0.2",
         SLURM_CPU_BIND="quiet,mask_cpu:0x1",
     )
-    job.wait_for(r"world size 4 (.*\n)*?at 1 ")
+    job.wait_for(r"world size 4 (.*\n)*?at 2 ")
     assert job.shown("NodeList") == {"node1", "node2"}
     cluster.run(
         f"scontrol update nodename=node2 state=drain reason=test; scontrol requeue {job.id}_1"
@@ -169,6 +198,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     job.wait_for(r"^mnist: .* world size 2 ")
     cluster.run("scontrol update nodename=node2 state=resume")
     job.wait_for(r"^mnist: .* world size 4 ", count=2)
+    go_on(job)
     log = job.finish()
     assert re.findall(r"^mnist: .* world size (\d)", log, re.MULTILINE) == ["4", "2", "4"], log
     compute(f"python mnist/single.py {flags} --log-dir one", cwd=tmp_path)
@@ -176,7 +206,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
     saved = checkpoint(folder)
     elastic = evaluations(folder)
     steps = [(line["epoch"], line["step"]) for line in elastic]
-    assert steps == [(epoch, 10 * epoch) for epoch in range(1, 21)]
+    assert steps == [(epoch, 10 * epoch) for epoch in range(1, EPOCHS + 1)]
     # The means of all epochs, also of those with a restart, are over each image once.
     losses = [line["train/loss"] for line in elastic]
     one = [line["train/loss"] for line in evaluations(tmp_path / "one")]
@@ -204,16 +234,14 @@ def stopped_at(log):
     return epoch, sample
 
 
-def test_time_limit(slow_job, cluster, undisturbed):
-    """SLURM's own warning, 60 to 90 s before the time limit, halfway through the run.
-
-    Then the limit is raised.
-    """
-    job = slow_job(sbatch="--time=2", STEP_SECONDS="0.3")
+def test_time_limit(waiting_job, cluster, undisturbed):
+    """SLURM's own warning, 60 to 90 s before the time limit. Then the limit is raised."""
+    job = waiting_job(sbatch="--time=2")
     job.wait_for("^stopped after a signal")
     epoch, sample = stopped_at(job.log())
     job.wait_for(rf"^resumed from .* at epoch {epoch}, sample {sample} ")
-    cluster.run(f"scontrol update jobid={job.id} timelimit=10")
+    cluster.run(f"scontrol update jobid={job.id} timelimit=30")
+    go_on(job)
     job.finish()
     assert job.shown("Restarts") == {"1"}
     is_whole(job.runs(), undisturbed)
@@ -224,7 +252,7 @@ MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which a job is told to stop
 
 @pytest.mark.timeout(1500 + 60 * MOMENTS)
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
+def test_told_to_stop(launcher, waiting_job, cluster, undisturbed, tmp_path):
     """SIGTERM to all processes of a job, as when it is preempted (test_preempted: under torchrun).
 
     Others go on.
@@ -238,8 +266,8 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
     how |= {"flags": "--log-dir told", "sbatch": "--ntasks-per-node=1"}
     draw = random.Random(random_seed())
     for _ in range(MOMENTS):
-        job = slow_job(**how, STEP_SECONDS=str(0.05 * MOMENTS))
-        time.sleep(draw.uniform(0, 2))
+        job = waiting_job(**how, epoch=EPOCHS - 1, STEP_SECONDS="0.05")
+        time.sleep(draw.uniform(0, 1))
         cluster.run(f"scancel --signal=TERM {job.id}")
         job.wait_for("^stopped after a signal")
         if launcher == "srun":
@@ -249,21 +277,23 @@ def test_told_to_stop(launcher, slow_job, cluster, undisturbed, tmp_path):
         epoch, sample = stopped_at(job.log())
         saved = checkpoint(tmp_path / "told")
         assert place(saved) == (epoch - 1, sample)
-    slow_job(**how, STEP_SECONDS="0").finish()
+    waiting_job(**how, epoch=EPOCHS).finish()
     is_whole(tmp_path / "told", undisturbed)
 
 
 PREEMPTIONS = int(os.environ.get("PREEMPTIONS", 2))
 # Seconds from one to the next.
-EVERY = int(os.environ.get("EVERY", 12))
+EVERY = int(os.environ.get("EVERY", 2))
 
 
 @pytest.mark.timeout(1500 + 60 * PREEMPTIONS)
-def test_preempted(slow_job, cluster, undisturbed):
-    """A job that needs both nodes comes, each time after 12 s; MAX_REQUEUES is not about that."""
+def test_preempted(waiting_job, cluster, undisturbed):
+    """A job that needs both nodes comes again and again; MAX_REQUEUES is not about that."""
     began = time.monotonic()
-    step = 0.008 * PREEMPTIONS * EVERY
-    job = slow_job(sbatch="--time=30", STEP_SECONDS=str(step), MAX_REQUEUES="0")
+    step = PREEMPTIONS * EVERY / (10 * EPOCHS)
+    job = waiting_job(
+        sbatch="--time=30", epoch=EPOCHS - 1, STEP_SECONDS=str(step), MAX_REQUEUES="0"
+    )
     for number in range(1, PREEMPTIONS + 1):
         time.sleep(EVERY)
         cluster.run(
@@ -271,9 +301,10 @@ def test_preempted(slow_job, cluster, undisturbed):
             "--output=/dev/null"
         )
         job.wait_for("^resumed from", count=number)
+    go_on(job)
     log = job.finish()
     print(
-        f"{PREEMPTIONS} preemptions, 200 steps of at least {step:.1f} s: "
+        f"{PREEMPTIONS} preemptions, {10 * EPOCHS} steps of at least {step:.1f} s: "
         f"{time.monotonic() - began:.0f} s"
     )
     assert (
@@ -289,7 +320,8 @@ def test_fsdp_preempted(cluster, tmp_path):
 
     The job goes on from them, and ends as an undisturbed one.
     """
-    changed_copy(tmp_path, "imagenet/fsdp.py", ADVANCE, ADVANCE + SLOW)
+    changed_copy(tmp_path, "imagenet/fsdp.py", ADVANCE, ADVANCE + WAITS)
+    wait_from(tmp_path, 1)
     flags = (
         "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device "
         "cpu --log-interval 1"
@@ -299,17 +331,17 @@ def test_fsdp_preempted(cluster, tmp_path):
         tmp_path,
         "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
         f"imagenet/fsdp.py {flags} --sharded-checkpoint",
-        STEP_SECONDS="0.2",
     )
     job.wait_for("^at 1 ")
     cluster.run(
         "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' --output=/dev/null"
     )
+    job.wait_for("^resumed from")
+    go_on(job)
     assert job.finish().count("resumed from") == 1
     compute(
         f"torchrun --standalone --nproc-per-node=2 imagenet/fsdp.py {flags} --log-dir log",
         tmp_path,
-        STEP_SECONDS="0",
     )
     compute(f"python {ROOT}/scripts/unshard.py {job.runs()}/last.pt whole.pt", tmp_path)
     saved = torch.load(tmp_path / "whole.pt", weights_only=True)
@@ -359,9 +391,9 @@ def test_signals_while_python_starts(name, cluster, tmp_path):
     assert "Terminated" not in log and "User defined signal" not in log
 
 
-def test_a_job_that_may_not_be_queued_again(slow_job, cluster):
+def test_a_job_that_may_not_be_queued_again(waiting_job, cluster):
     """It says so, and why, and not "queued again"."""
-    job = slow_job(sbatch="--no-requeue")
+    job = waiting_job(sbatch="--no-requeue")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     log = job.finish()
     assert "ddp: not queued again, as scontrol says 'Requested operation is presently" in log
@@ -369,25 +401,25 @@ def test_a_job_that_may_not_be_queued_again(slow_job, cluster):
     assert "queued again, 1 of" not in log
 
 
-def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
+def test_as_many_requeues_as_it_says(waiting_job, cluster, undisturbed):
     """With MAX_REQUEUES=1 the second warning ends the job.
 
     Another job resumes and completes the run.
     """
-    job = slow_job(MAX_REQUEUES="1")
+    job = waiting_job(MAX_REQUEUES="1")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     job.wait_for("^ddp: queued again, 1 of 1")
     job.wait_for("^resumed from")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     assert "ddp: not queued again after 1 times" in job.finish()
     stopped_at(job.log())
-    assert place(checkpoint(job.runs()))[0] < 20
+    assert place(checkpoint(job.runs()))[0] < EPOCHS
+    go_on(job)
     other = SlurmJob(
         cluster,
         job.folder,
         "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh "
         f"{DDP} {SIZE} --log-dir {job.runs()}",
-        STEP_SECONDS="0",
     )
     other.finish()
     is_whole(job.runs(), undisturbed)
@@ -396,18 +428,19 @@ def test_as_many_requeues_as_it_says(slow_job, cluster, undisturbed):
 @pytest.mark.parametrize(
     "launcher", ["torchrun", "mpirun", pytest.param("srun", marks=MPI_INIT_CAN_CRASH)]
 )
-def test_stopped_rank(launcher, slow_job):
+def test_stopped_rank(launcher, waiting_job):
     if launcher == "torchrun":
-        job = slow_job("--timeout 15", "--gpus-per-node=2")
+        job = waiting_job("--timeout 20", "--gpus-per-node=2")
     else:
         need_horovod("mpi")
-        job = slow_job(
-            "--timeout 15",
+        job = waiting_job(
+            "--timeout 20",
             "--ntasks-per-node=2 --gpus-per-node=2",
             "slurm/hvd_2nodes.sh",
             HVD,
             LAUNCHER=launcher,
         )
     job.ranks("node2")[-1].send_signal(signal.SIGSTOP)
+    go_on(job)
     log = job.finish("FAILED")
-    assert "Timeout (0:00:15)!" in log
+    assert "Timeout (0:00:20)!" in log
