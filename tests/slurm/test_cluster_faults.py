@@ -23,8 +23,8 @@ from recipes import ROOT, changed_copy, in_float64
 
 # Six epochs of 10 steps on two processes, and a checkpoint every 3 steps. A copy of the recipe
 # prints its position, and from the epoch on that is written in a file it waits in each step: the
-# fault comes while it waits, and the test decides when it goes on. With DEFAULT_MODEL=1 in the
-# environment the model is ResNet-18.
+# fault comes while it waits, and the test decides when it goes on. It also goes on when one rank is
+# told to stop. With DEFAULT_MODEL=1 in the environment the model is ResNet-18.
 if os.environ.get("DEFAULT_MODEL"):
     DATASET, BATCH, MODEL = "cifar10", 2, "--lr 0.001"
 else:
@@ -46,7 +46,10 @@ WAITS = """\
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
             line = f"at {position.epoch} {position.samples} {stop.requested}\\n"
             os.write(1, line.encode())
-            while position.epoch >= int(open("wait-from").read()) and not stop.requested:
+            told = f"told-{position.epoch}-{position.samples}"
+            while position.epoch >= int(open("wait-from").read()) and not os.path.exists(told):
+                if stop.requested:
+                    open(told, "w").close()
                 time.sleep(0.02)
 """
 
