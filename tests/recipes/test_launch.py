@@ -1,21 +1,14 @@
 """Each recipe, started by each command in its docstring, runs to its end and prints a line once."""
 
 import contextlib
-import faulthandler
-import gzip
 import importlib.util
 import io
-import json
 import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
-import time
 from unittest import mock
 
-import psutil
 import pytest
 import torch.distributed.run
 from forked import ForkedJob, compute
@@ -26,12 +19,8 @@ from launch import (
     free_port,
     need_horovod,
     run,
-    strategies,
-    wait_until,
 )
 from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
-
-from common import spawn
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
@@ -138,71 +127,6 @@ def test_scaling(tmp_path):
     assert not (tmp_path / "runs").exists(), "--dry-run leaves no files"
 
 
-def start_of(folder):
-    """The first line of results.jsonl."""
-    return json.loads((folder / "results.jsonl").read_text().splitlines()[0])
-
-
-def test_tensorboard_has_the_scalars(tmp_path):
-    """The same names, steps and values as results.jsonl, which also says what ran."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    command = f"python {ROOT}/mnist/single.py --synthetic 512 --epochs 3 --log-dir log"
-    assert f"cpu ({os.cpu_count()} cores)" in compute(command, cwd=tmp_path)
-    events = EventAccumulator(str(tmp_path / "log")).Reload()
-    names = ["perf/data_wait", "perf/images_per_sec", "perf/seconds"]
-    names += ["train/accuracy", "train/loss", "train/lr", "val/accuracy", "val/loss"]
-    assert sorted(events.Tags()["scalars"]) == names
-    results = evaluations(tmp_path / "log")
-    assert [result["step"] for result in results] == [8, 16, 24]
-    for name in names:
-        logged = events.Scalars(name)
-        assert [event.step for event in logged] == [8, 16, 24]
-        expected = [result[name] for result in results]
-        assert [event.value for event in logged] == pytest.approx(expected)
-    start = start_of(tmp_path / "log")
-    assert start["torch"] == torch.__version__
-    assert start["config"]["epochs"] == 3
-    accuracies = [result["val/accuracy"] for result in results]
-    assert len(set(accuracies)) > 1
-    best = torch.load(tmp_path / "log" / "best.pt", weights_only=True)
-    assert best["position"]["epoch"] == 1 + accuracies.index(max(accuracies))
-
-
-def test_lines_within_an_epoch(tmp_path):
-    """With --log-seconds 0 each log interval is a line, an event of results.jsonl and a scalar."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    command = f"python {ROOT}/mnist/single.py --synthetic 1280 --epochs 1 --log-dir log"
-    output = compute(f"{command} --log-interval 5 --log-seconds 0", cwd=tmp_path)
-    assert re.findall(r"^step (\d+)/20: ", output, re.MULTILINE) == ["5", "10", "15", "20"]
-    lines = map(json.loads, (tmp_path / "log" / "results.jsonl").read_text().splitlines())
-    steps = [line for line in lines if line["event"] == "step"]
-    assert [line["step"] for line in steps] == [5, 10, 15, 20]
-    assert [line["samples"] for line in steps] == [320, 640, 960, 1280]
-    assert {"train/loss", "train/accuracy", "train/lr", "perf/images_per_sec"} <= set(steps[0])
-    events = EventAccumulator(str(tmp_path / "log")).Reload().Scalars("train/loss")
-    # the evaluation has the step of the last line
-    assert [event.step for event in events] == [5, 10, 15, 20, 20]
-
-
-# an epoch of 15 steps, and one of 40
-@pytest.mark.parametrize(("images", "steps"), [(960, 9), (2560, 10)])
-def test_profile(images, steps, tmp_path):
-    """The trace of an epoch has up to ten steps from the seventh on, with DDP's all-reduces."""
-    command = strategies(2, ROOT / "mnist")["ddp_launch"]
-    compute(
-        f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path
-    )
-    # named by the step at which its epoch begins
-    traces = sorted((tmp_path / "log").glob("trace-*"))
-    assert [path.name for path in traces] == ["trace-0.json.gz", f"trace-{images // 64}.json.gz"]
-    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert names.count("Optimizer.step#SGD.step") == steps
-    assert names.count("gloo:all_reduce") >= steps
-
-
 def test_nothing_is_imported_before_it_is_needed(tmp_path):
     """A run that does not use TensorBoard or torchvision does not spend time on importing them."""
     code = (
@@ -271,17 +195,6 @@ def test_gloo_threads(tmp_path):
     assert output.count(f"policies [{os.SCHED_BATCH}]") == 2
 
 
-def test_progress_bar_on_a_terminal_only(tmp_path):
-    command = f"python {ROOT}/mnist/single.py --synthetic 2048 --epochs 1"
-    assert "step/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
-    shown = run(
-        f"script -qec 'stty columns 100 rows 40; {command} --log-dir terminal' /dev/null",
-        cwd=tmp_path,
-    )
-    assert "step/s" in shown
-    assert "loss=" in shown
-
-
 WAITING = """
 import time, horovod.torch as hvd, torch
 hvd.init()
@@ -300,111 +213,6 @@ def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
     need_horovod("gloo")
     (tmp_path / "waiting.py").write_text(WAITING)
     assert float(run("horovodrun --gloo -np 2 python waiting.py", cwd=tmp_path)) < 0.2
-
-
-ENDLESS = "--synthetic 640 --model lenet --device cpu --epochs 100000 --log-dir log"
-
-
-def start_long_run(launcher, cwd):
-    """A run of many epochs that is in its second one."""
-    if launcher.startswith("hvd"):
-        need_horovod(launcher)
-    start = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}
-    command = start[launcher]
-    job = Job(f"exec {command} {ENDLESS}", cwd=cwd)
-    job.wait_for("epoch 1/")
-    return job
-
-
-@pytest.mark.parametrize("launcher", ["single", *strategies(2, "")])
-def test_ctrl_c(launcher, tmp_path):
-    job = start_long_run(launcher, tmp_path)
-    job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
-    status = job.finish()
-    # horovodrun ends with 0 if it notices the signal before its ranks
-    assert status != 0 or launcher == "hvd_gloo"
-    of_a_rank = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
-    assert not of_a_rank, "no rank prints a traceback"
-    # torchrun and horovodrun end with one
-    tracebacks_of_its_own = {"ddp_launch": 1, "fsdp": 1, "hvd_gloo": 1}
-    assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
-    assert "leaked" not in job.output()
-
-
-def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
-    port = free_port()
-    job = Job(
-        f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512",
-        cwd=tmp_path,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-
-    def ports():
-        return [known.laddr.port for known in psutil.net_connections() if known.laddr]
-
-    # until rank 0 listens and both are connected
-    wait_until(lambda: ports().count(port) >= 3, job)
-    job.signal(signal.SIGINT)
-    assert job.finish() == 130
-    assert job.output() == ""
-
-
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        *((launcher, signal.SIGKILL) for launcher in strategies(2, "") if launcher != "fsdp"),
-        ("ddp_launch", signal.SIGTERM),
-        ("ddp_spawn", signal.SIGINT),
-    ],
-)
-def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
-    job = start_long_run(launcher, tmp_path)
-    job.process.send_signal(number)  # to it alone
-    # on busy cores Horovod's helpers wait 5 s twice before they end a rank
-    assert job.finish() != 0
-
-
-def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
-    """As in a script's background job, where mp.spawn's processes inherit the ignored SIGINT."""
-    job = Job(f"trap '' INT; exec python {ROOT}/mnist/ddp_spawn.py -g 2 {ENDLESS}", cwd=tmp_path)
-    job.wait_for("epoch 1/")
-    job.signal(signal.SIGINT)
-    job.wait_for("epoch 3/")
-    job.process.terminate()
-    assert job.finish() == 0
-    assert "stopped after a signal" in job.output()
-
-
-@pytest.mark.parametrize("launcher", ["single", "ddp_spawn"])
-def test_more_signals_until_it_has_ended(launcher, tmp_path):
-    """A scheduler or a user repeats them, also while a saved run ends: it is no failed run."""
-    job = start_long_run(launcher, tmp_path)
-    while job.running():
-        job.process.terminate()
-        time.sleep(0.002)
-    assert job.finish() == 0
-    assert job.output().count("stopped after a signal") == 1
-
-
-def test_a_signal_for_a_process_that_has_just_ended():
-    """The system call says so, before multiprocessing knows it."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    process = mock.Mock(pid=ended.pid, is_alive=lambda: True)
-
-    def join():
-        signal.raise_signal(signal.SIGUSR1)
-        return True
-
-    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        spawn.join(mock.Mock(processes=[process], join=join))
-    finally:
-        faulthandler.unregister(signal.SIGUSR2)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def flags_of(recipe):
