@@ -126,7 +126,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(command, tmp_
     if "hvd" in command:
         need_horovod("mpi")
     job = Job(f"exec {command}", tmp_path)
-    wait_until(lambda: len(ranks_of(job.process)) == 2, job)
+    wait_until(lambda: len(ranks_of(job.process)) >= 2, job)
     job.process.kill()
     # It checks that no process is left.
     job.finish()
