@@ -45,7 +45,6 @@ WORK = {
     "mnist": {"model": "convnet", "batch": 64, "steps": 60, "epochs": 3},
     "cifar10": {"model": "resnet18", "batch": 32, "steps": 4, "epochs": 3},
 }
-MAX_BYTES = 2**24  # of the messages that give alpha and beta
 MACHINES = "10.99.0.1", "10.99.0.2"  # their addresses, and the names of the namespaces
 SETTINGS = {"GLOO_SOCKET_IFNAME": "wire", "CUDA_VISIBLE_DEVICES": ""}
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000  # of linux/if_tun.h
@@ -169,12 +168,12 @@ def launch(strategy, processes, script):
 
 
 def all_reduce(strategy, processes, repeats):
-    """(alpha, beta) of this link, from messages of up to MAX_BYTES."""
+    """(alpha, beta) of this link, from messages of up to 16 MiB."""
     with tempfile.TemporaryDirectory() as folder:
         launch(
             strategy,
             processes,
-            f"{runs.ROOT}/benchmarks/allreduce.py --max-bytes {MAX_BYTES} "
+            f"{runs.ROOT}/benchmarks/allreduce.py --max-bytes {2**24} "
             f"--repeats {repeats} --json {folder}/out.json",
         )
         return model.fit(json.loads(Path(folder, "out.json").read_text()))

@@ -346,7 +346,6 @@ def test_network(tmp_path, monkeypatch, capsys):
         network, "WORK", {"mnist": {"model": "lenet", "batch": 16, "steps": 20, "epochs": 2}}
     )
     monkeypatch.setitem(network.LINKS, "5 ms", (5e-3, 0))
-    monkeypatch.setattr(network, "MAX_BYTES", 2**18)
     monkeypatch.setattr(
         sys,
         "argv",
