@@ -24,15 +24,16 @@ from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
+# One recipe for each launcher is started as a user does; the processes of the others are forked.
+LAUNCHED = ("ddp_launch.py", "ddp_spawn.py", "hvd.py", "single.py")
+
 
 def jobs():
     """(recipe, commands that make one run, how to start them).
 
     Those that name a machine by -nr belong together. The recipes of the other data sets have the
-    same commands (test_siblings.py), and test_copy_out.py starts each. A launcher that is known
-    from another recipe is not started again: its ranks are forked.
+    same commands (test_siblings.py), and test_copy_out.py starts each.
     """
-    started = set()
     for recipe in [recipe for recipe in RECIPES if recipe.parent.name == "mnist"]:
         lines = commands(recipe)
         together = [line for line in lines if "-nr " in line]
@@ -40,12 +41,7 @@ def jobs():
         groups += [together] if together else []
         for group in groups:
             first = group is groups[0]
-            launcher, _, _ = group[0].partition(" mnist/")
-            launcher = launcher.replace("torchrun --standalone", "torchrun")
-            can_fork = launcher.startswith(("python", "torchrun", "horovodrun --gloo"))
-            known = launcher in started or launcher.startswith("horovodrun --gloo")
-            start = ForkedJob if can_fork and known and "-m" not in launcher.split() else Job
-            started.add(launcher)
+            start = Job if recipe.name in LAUNCHED else ForkedJob
             yield pytest.param(
                 recipe,
                 group,
