@@ -105,22 +105,22 @@ class SlurmJob:
     def log(self):
         return "".join(file.read_text() for file in self.folder.glob(f"*-{self.id}*.out"))
 
-    def wait_for(self, text, timeout=PATIENCE, count=1):
+    def wait_for(self, text, count=1):
         """Return once its log has the regular expression `text`, `count` times."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + PATIENCE
         while len(re.findall(text, self.log(), re.MULTILINE)) < count:
-            assert time.monotonic() < end, f"no '{text}' in {timeout} s:\n{self.log()}"
+            assert time.monotonic() < end, f"no '{text}' in {PATIENCE} s:\n{self.log()}"
             time.sleep(0.1)
 
-    def finish(self, state="COMPLETED", timeout=PATIENCE):
+    def finish(self, state="COMPLETED"):
         """Wait until it, or each task of it, has ended with `state`; returns its log."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + PATIENCE
         going_on = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}
         while (now := self.shown("JobState")) & going_on:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
-                pytest.fail(f"it is still {now} after {timeout} s:\n{self.log()}")
-            time.sleep(0.2)
+                pytest.fail(f"it is still {now} after {PATIENCE} s:\n{self.log()}")
+            time.sleep(0.5)
         assert now == {state}, f"{now}:\n{self.log()}"
         return self.log()
 
