@@ -1,6 +1,4 @@
-"""The benchmarks measure what they say, refuse what cannot be compared, and the model predicts what
-they measured.
-"""
+"""The benchmarks measure what they say, and the model predicts what they measured."""
 
 import gzip
 import json
@@ -111,9 +109,7 @@ def test_the_page_of_the_model(tmp_path):
 
 
 def test_the_published_table():
-    """The model reproduces the published times, and says that CIFAR-10 is slower on 16 GPUs than on
-    8.
-    """
+    """The model reproduces the published times, also that 16 GPUs are slower than 8."""
     seconds, *_ = model.published_model()
     for dataset, times in model.PUBLISHED.items():
         for gpus, known in times.items():
@@ -335,9 +331,7 @@ def test_cifar10_as_jpegs(tmp_path, monkeypatch):
 
 
 def test_network(tmp_path, monkeypatch, capsys):
-    """On a link of 5 ms an all-reduce on two machines takes 10 ms, and so a step at least that much
-    longer.
-    """
+    """On a link of 5 ms an all-reduce takes 10 ms, and a step at least that much longer."""
     need_cluster()
     need_horovod("gloo")
     for name, value in network.SETTINGS.items():

@@ -1,6 +1,4 @@
-"""Downloads, from a server on this machine: only whole files appear, none that stalled, was cut or
-changed.
-"""
+"""Downloads from a server on this machine: only whole files appear."""
 
 import gzip
 import hashlib

@@ -48,9 +48,7 @@ def anchors(page):
 
 
 def table(page, first):
-    """The rows of the table in a page of docs/ whose head begins with the cell `first`, as lists of
-    cells.
-    """
+    """The rows, as lists of cells, of the table of a page whose head begins with `first`."""
     lines = (ROOT / "docs" / page).read_text().splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"| {first} |"))
     end = next(n for n in range(start, len(lines)) if not lines[n].startswith("|"))
@@ -131,9 +129,7 @@ def test_example_of_batch_sizes():
 
 
 def test_commands_of_batch_sizes(tmp_path):
-    """The two commands under the example take as many steps, and print the batch and rate, as its
-    table says.
-    """
+    """The two commands under the example have the steps, batch and rate of its table."""
     page = (ROOT / "docs/batch-size.md").read_text().replace("\\\n", "")
     commands = re.search(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
     rows = table("batch-size.md", "processes")

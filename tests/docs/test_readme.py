@@ -1,5 +1,4 @@
-"""Every command in README.md and in docs/ runs as it stands, section by section, in a copy of the
-repository.
+"""Every command in README.md and in docs/ runs, section by section, in a copy of the repository.
 
 To make it quick, flags are appended, where they override earlier ones, or environment variables are
 set.
@@ -160,9 +159,7 @@ def test_what_is_not_run_here_is_in_a_document():
 
 
 def write_small_data(folder):
-    """MNIST and CIFAR-10 in `folder`, in torchvision's files, with 640 images of noise for training
-    and 64 others.
-    """
+    """MNIST and CIFAR-10 in torchvision's files, with 640 and 64 images of noise."""
     noise = np.random.default_rng(0).integers(256, size=(640, 3072), dtype=np.uint8)
     for number, (name, count) in enumerate(zip(digits.FILES, (640, 640, 64, 64), strict=True)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,9 +225,7 @@ class Reader:
             self.train(command, program, script)
 
     def train(self, command, program, script):
-        """A recipe, or the doctor, with small images and one step, or two epochs if it has a log
-        folder.
-        """
+        """A recipe or the doctor, for one step, or for two epochs if it has a log folder."""
         if script == "scripts/doctor.py":
             command += " --device cpu -b 16"
         else:

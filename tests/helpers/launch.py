@@ -64,9 +64,7 @@ PORTS = itertools.count(20_000 + 1000 * WORKER + os.getpid() % 500)
 
 
 def free_port():
-    """A port that no other test uses, and that Linux does not assign by itself, as it does from
-    32768 on.
-    """
+    """A port that no other test uses. (From 32768 on, Linux assigns them by itself.)"""
     for port in PORTS:
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("", port))
@@ -74,8 +72,7 @@ def free_port():
 
 
 def strategies(processes, folder):
-    """How to start each recipe of `folder` that averages gradients: {name: command}, for that many
-    processes.
+    """{name: command} of each recipe of `folder` that averages gradients.
 
     (benchmarks/runs.py has the same, but imports common/, and forked.py forks from a process that
     has imported this file: a script that a test has copied would get the repository's common/ and
@@ -101,9 +98,7 @@ def wait_until(happened, job):
 
 
 class Job:
-    """A shell command in a process group of its own, whose descendants are known by a mark in their
-    environment.
-    """
+    """A shell command in a process group of its own. All that it starts has a mark, to be found."""
 
     def __init__(self, command, cwd, **environment):
         self.command, self.mark = command, uuid.uuid4().hex
@@ -232,9 +227,7 @@ TOLERANCE = 1e-12
 
 
 def largest_difference(a, b):
-    """The largest difference between two dicts of tensors, relative to the largest value of each
-    tensor.
-    """
+    """The largest difference between dicts of tensors, relative to each tensor's largest value."""
     assert a.keys() == b.keys()
     assert all(torch.isfinite(tensor).all() for tensor in (*a.values(), *b.values()))
     return max(((a[name] - b[name]).abs().max() / b[name].abs().max()).item() for name in a)

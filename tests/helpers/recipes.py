@@ -22,9 +22,7 @@ STEP = (
 
 
 def small(dataset):
-    """The flags with which a test on the CPU starts a recipe of `dataset`: small images, if their
-    size is a flag.
-    """
+    """The flags for small images, if their size is a flag of this data set's recipes."""
     return "--image-size 32" if dataset == "imagenet" else ""
 
 
@@ -81,9 +79,7 @@ def files_of(name, recipe):
 
 
 def changed_copy(to, recipe, line, replacement):
-    """Copy the recipes of a data set and common/ to the folder `to`, with one line of `recipe`
-    replaced.
-    """
+    """Copy a data set's recipes and common/ to the folder `to`; replace one line of `recipe`."""
     dataset, name = recipe.split("/")
     for folder in (*SHARED, dataset):
         shutil.copytree(ROOT / folder, to / folder)
@@ -95,8 +91,9 @@ def changed_copy(to, recipe, line, replacement):
 
 
 def waiting_copy(to, recipe, steps):
-    """Copy as changed_copy does; in the step after `steps` steps, each rank prints "waits" and
-    waits until one is told to stop.
+    """Copy as changed_copy does, and let the ranks wait after `steps` steps.
+
+    Each prints "waits". They go on when one is told to stop.
     """
     lines = (
         f"            if position.steps == {steps}:\n"

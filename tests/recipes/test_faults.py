@@ -188,9 +188,7 @@ def tree(tmp_path_factory):
 
 
 def loader_workers(job, count):
-    """The loader workers of all ranks, once there are `count`: processes whose parent runs the same
-    recipe.
-    """
+    """The loader workers of all ranks, once there are `count`."""
     found = []
 
     def all_there():
@@ -259,9 +257,7 @@ def test_tiny_shared_memory(tree, tmp_path):
 
 
 def test_stack_dump(tmp_path):
-    """SIGUSR2 to all of a job's processes, as scancel sends it, shows where each rank is, and
-    training goes on.
-    """
+    """SIGUSR2 to all processes of a job shows where each rank is, and training goes on."""
     job = Job(f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 2000", cwd=tmp_path)
     job.wait_for("epoch 1/2000")
     processes = [

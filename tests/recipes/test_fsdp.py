@@ -42,9 +42,7 @@ from common import sharded
     ],
 )  # of tensors with fewer rows than ranks, the first ranks have all
 def test_shares(name, world_size, largest):
-    """Weights and momentum of the ranks are together the model's, and of each rank 1/world_size of
-    it.
-    """
+    """Each rank has 1/world_size of the weights and of the momentum."""
     shares = []
     for rank in range(world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -147,9 +145,7 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
 
 
 def test_killed_in_a_sharded_save(tmp_path):
-    """SIGKILL at ten random moments of a run that always saves: the newest checkpoint is good, or
-    the one before.
-    """
+    """SIGKILL at ten random moments of a run that always saves: it goes on each time."""
     # 12 steps of 64 images in each epoch. The run that is killed never comes to its last one.
     copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=7 * 12)
     flags = "--synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"

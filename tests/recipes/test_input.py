@@ -1,6 +1,4 @@
-"""A wrong input: one line that says what is wrong and what to do, status 2, and nothing written or
-lost.
-"""
+"""A wrong input: one line that says what to do, status 2, and nothing written or lost."""
 
 import os
 import pickle
@@ -131,9 +129,7 @@ def test_a_launcher_of_another_recipe(recipe, launcher, tmp_path):
 
 @pytest.mark.parametrize(("recipe", "package"), [("apex_amp", "apex"), ("hvd", "horovod")])
 def test_a_package_that_is_missing(recipe, package, tmp_path):
-    """The traceback shows the import, and its comment says where the package comes from (PyPI's
-    apex has no amp).
-    """
+    """The traceback shows the import, and its comment where to get the package."""
     (tmp_path / "site" / package).mkdir(parents=True)
     (tmp_path / "site" / package / "__init__.py").touch()
     shown = run(

@@ -64,8 +64,9 @@ def test_options_of_horovodrun(mpirun_first, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_mpirun(number, mpirun_first, tmp_path):
-    """It passes USR1 on, and waits. After TERM the ranks of Open MPI 5 have 0.25 s, which is seldom
-    enough to save; the run continues from its last checkpoint.
+    """It passes USR1 on, and waits. After TERM the run continues from its last checkpoint.
+
+    The ranks of Open MPI 5 have 0.25 s after TERM, which is seldom enough to save.
     """
     link_repository(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2")
@@ -113,9 +114,7 @@ for _ in range(5):
 
 
 def test_horovod_starts_again_in_the_same_process(tmp_path):
-    """With Gloo a rank got the address of one that was gone; install_horovod.sh mends it. (MPI
-    cannot start twice.)
-    """
+    """With Gloo a rank got the address of one that was gone. (MPI cannot start twice.)"""
     need_horovod("gloo")
     (tmp_path / "again.py").write_text(AGAIN)
     output = run("horovodrun --gloo -np 2 python again.py", tmp_path)

@@ -43,9 +43,7 @@ def start(strategy, folder):
 
 
 def forked(strategy):
-    """The strategy whose processes can be forked and that computes the same bits: on two ranks, any
-    sum is a + b.
-    """
+    """The same strategy with forked processes: on two ranks any sum is a + b, bit by bit."""
     return "hvd_gloo" if strategy == "hvd_mpi" else strategy
 
 
@@ -200,9 +198,7 @@ def test_last_checkpoint_damaged(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
 def test_warned_and_resumed(strategy, tmp_path):
-    """SIGUSR1 to one of the ranks stops all of them, after the same step, with a checkpoint and
-    status 0.
-    """
+    """SIGUSR1 to one rank stops all after the same step, with a checkpoint and status 0."""
     flags = "--synthetic 512 --epochs 2 --model lenet --device cpu --log-interval 2 --resume auto"
     recipe = "hvd" if strategy.startswith("hvd") else strategy
     copy = waiting_copy(tmp_path, f"mnist/{recipe}.py", steps=5)
@@ -301,9 +297,7 @@ def test_killed_in_an_evaluation(two_epochs, tmp_path):
 
 
 def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
-    """Stopped at random samples: together they use each sample once, and end where one process
-    ends.
-    """
+    """Stopped at random samples: they use each sample once, and end where one process ends."""
     line = (
         "            import os, signal\n"
         "            k = (position.samples - train.sampler.start) // world_size\n"
@@ -372,8 +366,7 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
 
 @pytest.mark.parametrize("recipe", ["ddp_launch.py", "fsdp.py"])
 def test_from_launcher_to_launcher(recipe, tmp_path):
-    """A run that begins under torchrun goes on under horovodrun, in one process, and under torchrun
-    again.
+    """A run begins under torchrun, goes on under Horovod, in one process, and under torchrun.
 
     All but the last stop within an epoch; together the four train like one undisturbed run.
     """

@@ -82,9 +82,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def waiting_job(cluster, tmp_path):
-    """A function that starts the copy, a process on each of two nodes, and returns in its third
-    epoch or later, where it waits.
-    """
+    """A function that starts the copy on two nodes, and returns once it may wait."""
     started = []
 
     def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, epoch=2, **environment):
