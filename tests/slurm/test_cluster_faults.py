@@ -38,7 +38,7 @@ SIZE = (
     f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs {EPOCHS} --checkpoint-every 3 "
     f"--device cpu --log-interval {INTERVAL}"
 )
-ADVANCE = "            position.advance(train.sampler.global_batch)\n"
+LISTEN = "            stop.listen()\n"
 # The line in one write: two ranks' lines would mix.
 WAITS = """\
             import os, time
@@ -87,7 +87,7 @@ def waiting_job(cluster, tmp_path):
 
     def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, epoch=2, **environment):
         if not started:
-            changed_copy(tmp_path, recipe, ADVANCE, ADVANCE + WAITS)
+            changed_copy(tmp_path, recipe, LISTEN, LISTEN + WAITS)
         wait_from(tmp_path, epoch)
         job = SlurmJob(
             cluster,
@@ -177,7 +177,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
 
     The job has more tasks than torchruns, and inherits the binding of a job that submitted it.
     """
-    in_float64(tmp_path, "mnist", "ddp_launch.py", ADVANCE, ADVANCE + WAITS)
+    in_float64(tmp_path, "mnist", "ddp_launch.py", LISTEN, LISTEN + WAITS)
     wait_from(tmp_path, 2)
     flags = (
         f"--synthetic 640 --model lenet --epochs {EPOCHS} --device cpu "
@@ -301,7 +301,8 @@ def test_preempted(waiting_job, cluster, undisturbed):
             "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' "
             "--output=/dev/null"
         )
-        job.wait_for("^resumed from", count=number)
+        # And has made a step: before it, SIGTERM ends a rank at once.
+        job.wait_for(r"^resumed from .*\n(.*\n)*?at ", count=number)
     go_on(job)
     log = job.finish()
     print(
@@ -321,7 +322,7 @@ def test_fsdp_preempted(cluster, tmp_path):
 
     The job goes on from them, and ends as an undisturbed one.
     """
-    changed_copy(tmp_path, "imagenet/fsdp.py", ADVANCE, ADVANCE + WAITS)
+    changed_copy(tmp_path, "imagenet/fsdp.py", LISTEN, LISTEN + WAITS)
     wait_from(tmp_path, 1)
     flags = (
         "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device "
