@@ -5,10 +5,9 @@ import os
 
 import pytest
 import torch
-from launch import checkpoint, evaluations, need, on_small_disk, refused_here, run
+from launch import checkpoint, need, refused_here, run
 from recipes import ROOT
 
-from common import launch, results, workers
 from common.errors import InputError
 from imagenet import jpegs
 
@@ -35,49 +34,6 @@ def test_results_survive_a_full_disk_at_a_resume(tmp_path):
     said = run(command, tmp_path, status=2)
     assert said.endswith("cannot write to log (File too large): choose another --log-dir\n")
     assert path.read_bytes() == before
-
-
-def test_a_disk_that_was_full_for_a_moment(tmp_path):
-    """tensorflow 8745: TensorBoard and results.jsonl go on."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path\n"
-        "from common.log import Log\n"
-        "from common.position import Position\n"
-        "folder = Path('disk')\n"
-        "log, position = Log(folder), Position()\n"
-        "for step in range(60):\n"
-        "    if step == 20:\n"
-        "        filler = open('disk/filler', 'wb', buffering=0)\n"
-        "        try:\n"
-        "            while filler.write(bytes(1000)) == 1000: pass\n"
-        "        except OSError: pass\n"
-        "    if step == 40:\n"
-        "        os.unlink('disk/filler'); filler.close()\n"
-        "    position.advance(1)\n"
-        "    log.write(position, 'step', {'train/loss': 0.5, 'note': 'x' * 300})\n"
-    )
-    said = run(on_small_disk("python script.py", tmp_path, "600k", "disk"), tmp_path)
-    assert said.count("warning: no results are written") == 1
-    assert "Traceback" not in said
-    steps = [event["step"] for event in results.read(tmp_path / "copy" / "results.jsonl")]
-    assert steps[:20] == list(range(1, 21))
-    assert steps[-20:] == list(range(41, 61))
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator(str(tmp_path / "copy"))
-    accumulator.Reload()
-    assert accumulator.Scalars("train/loss")[-1].step == 60
-
-
-@pytest.mark.parametrize("line", [b'{"step": 10, "ep\0\xff\xfe', b'{"note": "mine"}\n', b"[1]\n"])
-def test_lines_of_others_in_the_results(line, tmp_path):
-    run(f"{SINGLE} --log-dir log", tmp_path)
-    path = tmp_path / "log" / "results.jsonl"
-    path.write_bytes(path.read_bytes() + line)
-    run(SINGLE.replace("--epochs 1", "--epochs 2") + " --log-dir log --resume auto", tmp_path)
-    assert [event["epoch"] for event in evaluations(tmp_path / "log")] == [1, 2]
 
 
 def test_a_checkpoint_that_may_not_be_read(tmp_path):
@@ -120,27 +76,3 @@ def test_a_link_that_leads_back(tmp_path):
     (tmp_path / "tree" / "train" / "cat" / "again").symlink_to(".")
     with pytest.raises(InputError, match="train/cat/again: Too many levels of symbolic links"):
         jpegs.image_tree(tmp_path / "tree")
-
-
-@pytest.mark.parametrize(
-    ("value", "threads"), [("", 2), ("abc", 2), ("0", 2), ("3", 4), ("4,2", 4)]
-)
-def test_a_number_of_threads_that_is_none(value, threads, monkeypatch):
-    """BigDL 2842: each process would use all cores."""
-    chosen = [4]
-    monkeypatch.setenv("OMP_NUM_THREADS", value)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    launch.share_cores(2)
-    assert chosen[-1] == threads
-
-
-def test_no_folder_for_temporary_files(monkeypatch):
-    """k8s-sidecar 427, open-r1 488: a root file system that may not be written."""
-
-    def fails():
-        raise FileNotFoundError(2, "No usable temporary directory found")
-
-    monkeypatch.setattr(workers.tempfile, "gettempdir", fails)
-    with pytest.raises(InputError, match="need a folder for temporary files, in TMPDIR or /tmp"):
-        workers.data_loader(torch.arange(8), range(8), 2, workers=1)

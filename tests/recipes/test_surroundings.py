@@ -13,10 +13,8 @@ from forked import ForkedJob, compute, refused
 from launch import Job, free_port, need, need_horovod, run
 from PIL import Image
 from recipes import ROOT
-from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 
-from common import ranks, workers
 from common.errors import InputError
 from imagenet import jpegs
 
@@ -200,24 +198,6 @@ def test_other_ways_to_start_a_script(start, tmp_path):
     assert "epoch 1/" in run(f"{start.format(ROOT)} {flags}", folder)
 
 
-def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
-    """Its sockets would have names that are too long, and the loader would wait for ever."""
-    monkeypatch.setattr(workers.tempfile, "gettempdir", lambda: f"/{'x' * 80}")
-    with pytest.raises(InputError, match="set TMPDIR to a shorter name"):
-        workers.data_loader(torch.arange(8), range(8), 2, workers=1)
-
-
-def test_a_loader_opens_more_files_than_the_soft_limit():
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    workers.raise_descriptor_limit(900)
-    after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert after == min(1924, before[1])
-
-
 @pytest.mark.parametrize("output", ["> /dev/full", ">&- 2>&-", "| head -n 1"])
 def test_output_that_goes_nowhere(output, tmp_path):
     """Training goes on: fabric 1583, tqdm 1196."""
@@ -313,28 +293,3 @@ def test_machines_with_different_images(tree, tmp_path):
     assert first.startswith("ddp_spawn.py: the data set is not the same on all ranks")
     assert len(first.splitlines()) == 1
     assert not (tmp_path / "first" / "log").exists()
-
-
-def test_fingerprints_of_data_sets():
-    images = torch.arange(24).view(4, 2, 3)
-    labels = torch.tensor([0, 1, 0, 1])
-    one = ranks.fingerprint(TensorDataset(images, labels))
-    assert ranks.fingerprint(TensorDataset(images.clone(), labels)) == one
-    assert ranks.fingerprint(TensorDataset(images.flip(0), labels)) != one
-    assert ranks.fingerprint(TensorDataset(images, labels.flip(0))) != one
-    assert ranks.fingerprint(range(7)) == 7
-    assert ranks.fingerprint(iter(())) == 0
-
-
-@pytest.mark.parametrize(
-    ("numbers", "same"), [([5, 5, 5], True), ([4, 5, 6], False), ([0, 0, 1], False)]
-)
-def test_numbers_of_all_ranks(numbers, same):
-    """Also for the rank whose number is the mean of all."""
-    cpu = torch.device("cpu")
-    totals = iter([torch.tensor([3, sum(numbers)]), torch.tensor(0 if same else 2)])
-
-    def all_reduce(tensor):
-        tensor.copy_(next(totals))
-
-    assert ranks.all_same([5], all_reduce, cpu) == same
