@@ -366,28 +366,6 @@ def test_a_checkpoint_is_loaded_and_compared_flag_by_flag(tmp_path):
         checkpoint.resume("auto", tmp_path, state, {"hidden": 32})
 
 
-def test_last_pt_is_never_absent(tmp_path, monkeypatch):
-    """Before each file-system call of a save that replaces it, last.pt is there and good."""
-    model = torch.nn.Linear(2, 2)
-    checkpoint.save(tmp_path, state_of(model), {})
-    calls = []
-
-    def watched(function):
-        def wrapper(*args, **kwargs):
-            calls.append(function.__name__)
-            checkpoint.read(tmp_path / "last.pt")
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    for name in ("link", "replace", "fsync", "open"):
-        monkeypatch.setattr(checkpoint.os, name, watched(getattr(os, name)))
-    checkpoint.save(tmp_path, state_of(model), {}, is_best=True)
-    assert {"link", "replace", "fsync"} <= set(calls)
-    for name in checkpoint.NAMES:
-        checkpoint.read(tmp_path / name)
-
-
 @pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint", "wrapped"])
 def test_init_from(kind, tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)

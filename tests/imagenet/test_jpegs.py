@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from forked import compute
 from launch import run
 from PIL import Image
 from recipes import ROOT
@@ -193,14 +192,6 @@ def test_corrupt_image(loader, workers, spoil, photos, tmp_path):
     train = training(tmp_path / "tree", 27, 32, loader, workers)
     with pytest.raises(InputError, match=re.escape(str(path))):
         list(train.loader)
-
-
-def test_corrupt_image_ends_the_run(photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "tree")
-    (tmp_path / "tree" / "train" / "class2" / "00002.JPEG").write_bytes(b"no image")
-    flags = "--data-dir tree --arch lenet -b 27 --image-size 32 -j 1 --log-dir log"
-    output = compute(f"{SINGLE} {flags}", tmp_path, status=2)
-    assert "tree/train/class2/00002.JPEG cannot be decoded" in output.rstrip().splitlines()[-1]
 
 
 def test_loader_without_its_package(photos, tmp_path):
