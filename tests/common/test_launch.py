@@ -1,40 +1,38 @@
 """How a process is set up, and how it ends."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
 import torch
-from recipes import ROOT
+from launch import one_line
 
 from common import launch
+from common.errors import InputError
+from common.stop import StopSignal
+
+
+def fail_after_a_stop_request():
+    with launch.plain_exits():
+        stop = StopSignal()
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise InputError("no such file")
 
 
 @pytest.mark.check
-def test_an_error_after_a_stop_request_is_printed():
+def test_an_error_after_a_stop_request_is_printed(monkeypatch, capfd):
     """Also by a rank that is not the first."""
-    code = (
-        "import os, signal\n"
-        "from common import launch\n"
-        "from common.errors import InputError\n"
-        "from common.stop import StopSignal\n"
-        "with launch.plain_exits():\n"
-        "    stop = StopSignal()\n"
-        "    stop.listen()\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    raise InputError('no such file')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "RANK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["-c: rank 1: no such file"]
+    monkeypatch.setenv("RANK", "1")
+    # It waits for rank 0 to print.
+    monkeypatch.setattr(launch.time, "sleep", lambda _: None)
+    process = multiprocessing.get_context("fork").Process(target=fail_after_a_stop_request)
+    process.start()
+    process.join()
+    assert process.exitcode == 2
+    line = one_line(capfd.readouterr().err)
+    assert line.endswith(": rank 1: no such file")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.check
 
 def test_a_storm_of_signals_does_not_hang():
     code = (
-        "import os, signal, threading, time\n"
+        "import os, signal\n"
         "from common.stop import StopSignal\n"
         "stop = StopSignal()\n"
         "stop.listen()\n"
@@ -24,9 +24,7 @@ def test_a_storm_of_signals_does_not_hang():
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
         "print(stop.requested)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
 
 
