@@ -345,3 +345,72 @@ def test_fuzz_of_the_content(values):
             assert (type(position.epoch), type(position.samples)) == (int, int)
         except InputError as error:
             assert "\n" not in str(error)
+
+
+def state_of(model):
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, 0.9)}
+
+
+def test_a_checkpoint_is_loaded_and_compared_flag_by_flag(tmp_path):
+    model, position = torch.nn.Linear(2, 2), Position()
+    position.advance(7)
+    config = {"hidden": 64, "lr": 0.1}
+    checkpoint.save(tmp_path, state_of(model) | {"position": position}, config)
+    other, there = torch.nn.Linear(2, 2), Position()
+    state = state_of(other) | {"position": there}
+    found = checkpoint.resume("auto", tmp_path, state, {"hidden": 64, "lr": 0.2, "new": 1})
+    assert found.path == tmp_path / "last.pt"
+    assert torch.equal(model.weight, other.weight)
+    assert there.samples == 7
+    with pytest.raises(InputError, match=r"hidden 64 \(and this run 32\)"):
+        checkpoint.resume("auto", tmp_path, state, {"hidden": 32})
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint", "wrapped"])
+def test_init_from(kind, tmp_path):
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    path = tmp_path / {"safetensors": "w.safetensors", "checkpoint": "last.pt"}.get(kind, "w.pt")
+    if kind == "safetensors":
+        save_file = pytest.importorskip("safetensors.torch").save_file
+        save_file(model.state_dict(), path)
+    elif kind == "checkpoint":
+        checkpoint.save(tmp_path, state_of(model), {})
+    elif kind == "wrapped":
+        torch.save({f"module.{name}": w for name, w in model.state_dict().items()}, path)
+    else:
+        torch.save(model.state_dict(), path)
+    (line,) = checkpoint.init_from(str(path), other)
+    assert "2 of 2 loaded" in line
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_init_from_names_what_does_not_fit(tmp_path):
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
+    other = torch.nn.Linear(4, 2)
+    with pytest.raises(InputError, match=r"weight \(\[2, 3\] in the file\)"):
+        checkpoint.init_from(str(tmp_path / "w.pt"), other)
+    (line,) = checkpoint.init_from(str(tmp_path / "w.pt"), other, partial=True)
+    assert "1 of 2 loaded; left out: weight" in line
+
+
+def test_resume_auto_looks_only_for_its_own_files(tmp_path):
+    """Another file in a new folder does not keep a run from its start."""
+    torch.save({"weights": 1}, tmp_path / "teacher.pt")
+    model = torch.nn.Linear(2, 2)
+    found = checkpoint.resume("auto", tmp_path, state_of(model), {})
+    assert found.path is None
+    checkpoint.claim(tmp_path, tmp_path, found)
+
+
+def test_an_older_checkpoint_goes_on_in_a_new_folder(tmp_path):
+    """In its own it would overwrite a newer one, and the message says so."""
+    (tmp_path / "old").mkdir()
+    model = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
+    found = checkpoint.resume(str(tmp_path / "old" / "previous.pt"), None, state_of(model), {})
+    model.weight.data += 1
+    checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
+    with pytest.raises(InputError, match="choose another --log-dir"):
+        checkpoint.claim(tmp_path / "old", tmp_path / "old", found)
+    checkpoint.claim(tmp_path / "new", tmp_path / "new", found)

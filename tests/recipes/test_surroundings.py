@@ -1,24 +1,17 @@
 """Machines and environments that differ from ours: it works, or one line says why not."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-from forked import ForkedJob, compute, refused
-from launch import Job, free_port, need, need_horovod, run
-from PIL import Image
+from forked import compute, refused
+from launch import Job, checkpoint, need, need_horovod, refused_here, run
 from recipes import ROOT
-from torch.utils.data import TensorDataset
-from torchvision.datasets import ImageFolder
-
-from common import ranks, workers
-from common.errors import InputError
-from imagenet import jpegs
 
 SINGLE = f"python {ROOT}/mnist/single.py --synthetic 320 --epochs 1 --device cpu --model lenet"
 # What a file system may refuse, in C: preloaded, it answers in place of the C library.
@@ -86,83 +79,6 @@ def test_a_file_system_that_cannot_save(code, reason, tmp_path):
     )
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """Two classes of four small images, for training and validation; return the folder."""
-    random = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            folder = tmp_path / "tree" / split / label
-            folder.mkdir(parents=True)
-            for number in range(4):
-                pixels = random.integers(0, 256, (40, 40, 3), np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return tmp_path / "tree"
-
-
-def test_hidden_folders_are_no_classes_and_no_images(tree):
-    shown = tree / "train" / "cat"
-    for hidden in (shown / ".ipynb_checkpoints", tree / "train" / ".thumbnails"):
-        hidden.mkdir()
-        shutil.copy(shown / "0.png", hidden)
-    train, val = jpegs.image_tree(tree)
-    assert len(train) == len(val) == 8
-    assert train.classes == ["cat", "dog"]
-
-
-def test_a_tree_within_a_hidden_folder(tree):
-    moved = tree.rename(tree.parent / ".data")
-    train, _ = jpegs.image_tree(moved)
-    assert len(train) == 8
-
-
-def test_grey_images_of_16_bits(tmp_path):
-    """vision 2218, pytorch 20524: they are scaled, not cut off."""
-    grey = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
-    Image.fromarray(grey).save(tmp_path / "deep.png")
-    found = np.asarray(jpegs.open_image(tmp_path / "deep.png"))
-    assert (found == (grey >> 8)[:, :, None]).all()
-    assert found.shape == (64, 64, 3)
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_32_bits_are_refused_by_name(mode, tmp_path):
-    Image.new(mode, (8, 8)).save(tmp_path / "wide.tiff")
-    with pytest.raises(InputError, match=rf"wide.tiff has pixels of 32 bits \(mode {mode}\)"):
-        jpegs.open_image(tmp_path / "wide.tiff")
-
-
-def test_why_an_image_cannot_be_read(tmp_path, monkeypatch):
-    path = tmp_path / "photo.png"
-    Image.new("RGB", (40, 40)).save(path)
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match=r"cannot be decoded .*: delete it"):
-        jpegs.open_image(path)
-    path.unlink()
-    path.symlink_to("nowhere.png")
-    with pytest.raises(InputError, match=r"photo.png: No such file or directory$"):
-        jpegs.open_image(path)
-    path.unlink()
-    path.write_bytes(content)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(InputError, match=r"has too many pixels: Image size \(1600 pixels\)"):
-        jpegs.open_image(path)
-
-
-@pytest.mark.parametrize("loader_workers", [0, 2])
-def test_an_image_that_is_gone_ends_the_run_with_one_line(loader_workers, tree, tmp_path):
-    path = tree / "train" / "dog" / "1.png"
-    path.unlink()
-    path.symlink_to("nowhere.png")
-    flags = "--arch lenet --image-size 32 -b 4 --epochs 1 --device cpu --dry-run"
-    command = f"python {ROOT}/imagenet/single.py --data-dir {tree} {flags} -j {loader_workers}"
-    output = compute(f"{command} -b 8", tmp_path, status=2)
-    last = output.splitlines()[-1]
-    assert last == f"single.py: {path}: No such file or directory"
-    assert "Traceback" not in output
-
-
 @pytest.mark.parametrize(
     ("environment", "recipe", "says"),
     [
@@ -200,24 +116,6 @@ def test_other_ways_to_start_a_script(start, tmp_path):
     assert "epoch 1/" in run(f"{start.format(ROOT)} {flags}", folder)
 
 
-def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
-    """Its sockets would have names that are too long, and the loader would wait for ever."""
-    monkeypatch.setattr(workers.tempfile, "gettempdir", lambda: f"/{'x' * 80}")
-    with pytest.raises(InputError, match="set TMPDIR to a shorter name"):
-        workers.data_loader(torch.arange(8), range(8), 2, workers=1)
-
-
-def test_a_loader_opens_more_files_than_the_soft_limit():
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    workers.raise_descriptor_limit(900)
-    after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert after == min(1924, before[1])
-
-
 @pytest.mark.parametrize("output", ["> /dev/full", ">&- 2>&-", "| head -n 1"])
 def test_output_that_goes_nowhere(output, tmp_path):
     """Training goes on: fabric 1583, tqdm 1196."""
@@ -247,94 +145,54 @@ def test_ctrl_c_as_process_1(script, tmp_path):
     assert job.finish() == 128 + signal.SIGINT
 
 
-def as_nobody(folder, function, *arguments):
-    """function(*arguments) as another user, in `folder`; return what it raises, as text."""
+def test_a_home_that_the_shell_does_not_expand(tmp_path):
+    """tensorflow 44264: --log-dir=~/log makes no folder of the name ~."""
+    run(f"{SINGLE} --log-dir='~/log'", tmp_path, HOME=str(tmp_path / "home"))
+    assert (tmp_path / "home" / "log" / "last.pt").exists()
+    assert not (tmp_path / "~").exists()
+
+
+def test_results_survive_a_full_disk_at_a_resume(tmp_path):
+    """tensorflow 8745: lines are not lost when they cannot be written again."""
+    run(f"{SINGLE} --log-dir log --checkpoint-dir saved", tmp_path)
+    path = tmp_path / "log" / "results.jsonl"
+    line = json.dumps({"step": 1, "event": "step", "note": "x" * 90}) + "\n"
+    path.write_text(path.read_text() + 9000 * line)
+    before = path.read_bytes()
+    again = SINGLE.replace("--epochs 1", "--epochs 2")
+    # 600 KB at most, in place of a quota.
+    command = f"ulimit -f 600; {again} --log-dir log --checkpoint-dir saved --resume auto"
+    said = run(command, tmp_path, status=2)
+    assert said.endswith("cannot write to log (File too large): choose another --log-dir\n")
+    assert path.read_bytes() == before
+
+
+def test_a_checkpoint_that_may_not_be_read(tmp_path):
+    """TencentDB-Agent-Memory 772: it may be good, and is not set aside."""
     need(os.geteuid() == 0, "root, to become another user")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            function(*arguments)
-        except Exception as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        return said.read()
+    run(f"{SINGLE} --log-dir log", tmp_path)
+    path = tmp_path / "log" / "last.pt"
+    path.chmod(0)
+    # Root of a namespace of its own, to which the file is another's.
+    again = f"{SINGLE} --log-dir log --resume auto"
+    namespace = "unshare --user --map-user=12345 --map-group=12345"
+    said = run(f"{namespace} {again}", tmp_path, status=2)
+    assert "last.pt: Permission denied" in said
+    assert path.exists()
 
 
-@pytest.mark.parametrize("hidden", ["train/cat", "train/cat/more", "val"])
-def test_a_folder_that_may_not_be_listed(hidden, tree):
-    """Left out, its images would be missing on one machine, perhaps."""
-    (tree / "train" / "cat" / "more").mkdir()
-    shutil.copy(tree / "train" / "cat" / "0.png", tree / "train" / "cat" / "more")
-    assert as_nobody(tree, jpegs.image_tree, ".") == ""
-    (tree / hidden).chmod(0)
-    says = as_nobody(tree, jpegs.image_tree, ".")
-    assert says == f"InputError: {hidden}: Permission denied"
+@pytest.mark.parametrize("content", [[1], torch.ones(2), None, {1: torch.ones(2)}])
+def test_a_file_that_is_no_state_dict(content, tmp_path):
+    torch.save(content, tmp_path / "weights.pt")
+    line = refused_here("mnist/single.py --synthetic 64 --init-from weights.pt", tmp_path)
+    assert "it is not a state_dict, a dict of tensors" in line
 
 
-def test_an_image_that_may_not_be_read(tree):
-    folder = tree / "train" / "cat"
-    (folder / "0.png").chmod(0)
-    assert as_nobody(folder, jpegs.open_image, "0.png") == "InputError: 0.png: Permission denied"
-
-
-def test_the_order_of_images_is_that_of_torchvision(tree):
-    for name in ("b/9.png", "b/10.png", "a/1.PNG", "b.png"):
-        (tree / "train" / "dog" / name).parent.mkdir(exist_ok=True)
-        shutil.copy(tree / "train" / "dog" / "0.png", tree / "train" / "dog" / name)
-    assert jpegs.image_tree(tree)[0].samples == ImageFolder(tree / "train").samples
-
-
-def test_machines_with_different_images(tree, tmp_path):
-    """One of them lacks a file: their batches would not be parts of one."""
-    for machine in ("first", "second"):
-        shutil.copytree(tree, tmp_path / machine / "tree")
-    (tmp_path / "second" / "tree" / "train" / "cat" / "1.png").rename(
-        tmp_path / "second" / "tree" / "train" / "cat" / "other.png"
-    )
-    flags = "--data-dir tree --arch lenet --image-size 32 -b 2 -j 0 --device cpu --log-dir log"
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [
-        ForkedJob(
-            f"python {ROOT}/imagenet/ddp_spawn.py {flags} -n 2 -g 1 -nr {number}",
-            cwd=tmp_path / machine,
-            **where,
-        )
-        for number, machine in enumerate(("first", "second"))
-    ]
-    assert [job.finish() for job in jobs] == [2, 2]
-    first = jobs[0].output()
-    assert first.startswith("ddp_spawn.py: the data set is not the same on all ranks")
-    assert len(first.splitlines()) == 1
-    assert not (tmp_path / "first" / "log").exists()
-
-
-def test_fingerprints_of_data_sets():
-    images = torch.arange(24).view(4, 2, 3)
-    labels = torch.tensor([0, 1, 0, 1])
-    one = ranks.fingerprint(TensorDataset(images, labels))
-    assert ranks.fingerprint(TensorDataset(images.clone(), labels)) == one
-    assert ranks.fingerprint(TensorDataset(images.flip(0), labels)) != one
-    assert ranks.fingerprint(TensorDataset(images, labels.flip(0))) != one
-    assert ranks.fingerprint(range(7)) == 7
-    assert ranks.fingerprint(iter(())) == 0
-
-
-@pytest.mark.parametrize(
-    ("numbers", "same"), [([5, 5, 5], True), ([4, 5, 6], False), ([0, 0, 1], False)]
-)
-def test_numbers_of_all_ranks(numbers, same):
-    """Also for the rank whose number is the mean of all."""
-    cpu = torch.device("cpu")
-    totals = iter([torch.tensor([3, sum(numbers)]), torch.tensor(0 if same else 2)])
-
-    def all_reduce(tensor):
-        tensor.copy_(next(totals))
-
-    assert ranks.all_same([5], all_reduce, cpu) == same
+def test_weights_of_a_compiled_model(tmp_path):
+    """pytorch 101107, nanoGPT 325."""
+    run(f"{SINGLE} --log-dir log", tmp_path)
+    weights = checkpoint(tmp_path / "log")["model"]
+    renamed = {f"module._orig_mod.{name}": value for name, value in weights.items()}
+    torch.save(renamed, tmp_path / "weights.pt")
+    said = run(f"{SINGLE} --init-from weights.pt --log-dir tuned", tmp_path)
+    assert f"weights from weights.pt: {len(weights)} of {len(weights)} loaded" in said

@@ -1,0 +1,106 @@
+"""CIFAR-10's crops, the same on any number of processes, and its ResNet-18."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from cifar10 import cifar
+from common.data import EpochSampler
+
+pytestmark = pytest.mark.check
+CPU = torch.device("cpu")
+
+
+def training(batch_size=8, rank=0, world_size=1, seed=0):
+    """(sampler, loader) of generated images, cropped and mirrored, as `rank` reads them."""
+    train_set, _ = cifar.load("", 500, seed)
+    sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=seed)
+    return sampler, cifar.CropFlipLoader(train_set, sampler, batch_size, CPU)
+
+
+def read_epoch(train, epoch, start=0):
+    sampler, loader = train
+    sampler.set_epoch(epoch, start)
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def test_every_crop_is_one_of_the_padded_image():
+    images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8)
+    dataset = TensorDataset(images, torch.arange(40))
+    sampler = EpochSampler(40, 15, seed=0)
+    loader = cifar.CropFlipLoader(dataset, sampler, 15, CPU)
+    found = set()
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        for crops, labels in loader:
+            for crop, label in zip(crops, labels, strict=True):
+                padded = F.pad(images[label], (4,) * 4)
+                windows = torch.cat(
+                    (
+                        padded.unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2),
+                        padded.flip(-1).unfold(1, 12, 1).unfold(2, 12, 1).flatten(1, 2),
+                    ),
+                    dim=1,
+                )
+                same = (
+                    (windows == crop.unsqueeze(1))
+                    .flatten(2)
+                    .all(dim=2)
+                    .all(dim=0)
+                    .nonzero()
+                    .flatten()
+                    .tolist()
+                )
+                assert len(same) == 1
+                found.update(same)
+    assert len(found) > 150, "of 162: 9 x 9 offsets, mirrored or not"
+
+
+def test_batches_do_not_depend_on_the_number_of_processes():
+    """The k-th batches of all ranks together are that of one process, augmentation included."""
+    trains = [training(24), *(training(8, rank, 3) for rank in range(3))]
+    for start in (0, 96):
+        for sampler, _ in trains:
+            sampler.set_epoch(3, start)
+        for (images, labels), *shares in zip(*(loader for _, loader in trains), strict=True):
+            theirs = [
+                torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*shares, strict=True)
+            ]
+            assert torch.equal(theirs[0], images)
+            assert torch.equal(theirs[1], labels)
+
+
+def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
+    train = training()
+    sampler, _ = train
+    sampler.set_epoch(2)
+    indices = list(sampler)
+    assert len(set(indices)) == len(indices) == 496, "62 batches of 8; 4 of 500 images are left"
+    assert list(sampler) == indices
+    images, labels = read_epoch(train, 2)
+    rest, their_labels = read_epoch(train, 2, start=80)
+    assert torch.equal(rest, images[80:])
+    assert torch.equal(their_labels, labels[80:])
+
+
+def test_epochs_differ_and_repeat():
+    train = training()
+    first, second, again = (read_epoch(train, epoch)[0] for epoch in (0, 1, 0))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_crops_leave_the_random_state_of_torch_alone():
+    """Dropout draws from it, in the training process."""
+    before = torch.get_rng_state()
+    read_epoch(training(), epoch=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_resnet18():
+    """For 32x32 it has half a million parameters fewer than torchvision's for ImageNet."""
+    model = cifar.build("resnet18")
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962

@@ -1,0 +1,41 @@
+"""What rank 0 logs, on a disk that fills up."""
+
+import pytest
+from launch import on_small_disk, run
+from recipes import ROOT
+
+from common import results
+
+
+def test_a_disk_that_was_full_for_a_moment(tmp_path):
+    """tensorflow 8745: TensorBoard and results.jsonl go on."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path\n"
+        "from common.log import Log\n"
+        "from common.position import Position\n"
+        "folder = Path('disk')\n"
+        "log, position = Log(folder), Position()\n"
+        "for step in range(60):\n"
+        "    if step == 20:\n"
+        "        filler = open('disk/filler', 'wb', buffering=0)\n"
+        "        try:\n"
+        "            while filler.write(bytes(1000)) == 1000: pass\n"
+        "        except OSError: pass\n"
+        "    if step == 40:\n"
+        "        os.unlink('disk/filler'); filler.close()\n"
+        "    position.advance(1)\n"
+        "    log.write(position, 'step', {'train/loss': 0.5, 'note': 'x' * 300})\n"
+    )
+    said = run(on_small_disk("python script.py", tmp_path, "600k", "disk"), tmp_path)
+    assert said.count("warning: no results are written") == 1
+    assert "Traceback" not in said
+    steps = [event["step"] for event in results.read(tmp_path / "copy" / "results.jsonl")]
+    assert steps[:20] == list(range(1, 21))
+    assert steps[-20:] == list(range(41, 61))
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(tmp_path / "copy"))
+    accumulator.Reload()
+    assert accumulator.Scalars("train/loss")[-1].step == 60

@@ -1,0 +1,89 @@
+"""Sums over any split of the samples, the best value, and losses that are not finite."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import RunError
+from common.metrics import Best, Sums, require_finite
+
+pytestmark = pytest.mark.check
+CPU = torch.device("cpu")
+batches = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def add(sums, sizes, seed):
+    """Random batches of these sizes; returns the loss of each sample."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for size in sizes:
+        loss = torch.rand(size, generator=generator, dtype=torch.float64)
+        sums.add(loss=loss.sum(), samples=size)
+        losses += loss.tolist()
+    return losses
+
+
+@given(
+    st.lists(st.tuples(batches, seeds), min_size=1, max_size=5),
+    st.lists(st.tuples(batches, seeds), max_size=5),
+)
+def test_sums_are_those_of_all_samples(ranks, before):
+    """However the samples are split over ranks and batches, and by a resume: each counts once."""
+
+    def run(parts, state=None):
+        """The state and the total that `parts`, the batches of each rank, end with."""
+        sums = [Sums(CPU, "loss", "samples") for _ in parts]
+        for one, part in zip(sums, parts, strict=True):
+            if state:
+                one.load_state_dict(state)
+            losses.extend(add(one, *part))
+        # A first total of each rank gives what they would send, a second has the sum of it.
+        sent = []
+        for one in sums:
+            one.total(sent.append)
+        of_all = sum(sent)
+        totals = [one.total(lambda values: values.copy_(of_all)) for one in sums]
+        assert all(total == totals[0] for total in totals)
+        return sums[0].state_dict(), totals[0]
+
+    losses = []
+    state = run(before)[0] if before else None
+    _, total = run(ranks, state)
+    assert total["samples"] == len(losses)
+    assert total["loss"] == pytest.approx(math.fsum(losses), rel=1e-12)
+
+
+def test_sums_of_any_shape_go_on_after_a_resume():
+    sums = Sums(CPU, "loss", "count", confusion=(2, 2))
+    sums.add(loss=torch.tensor(1.5), count=3, confusion=torch.tensor([[1, 0], [2, 4]]))
+    total = sums.total(lambda values: values.mul_(2), stop=True)
+    assert (total["loss"], total["count"], total["stop"]) == (3, 6, 2)
+    assert total["confusion"].tolist() == [[2, 0], [4, 8]]
+    resumed = Sums(CPU, "loss", "count", confusion=(2, 2))
+    resumed.load_state_dict(sums.state_dict())
+    resumed.add(loss=1, count=1)
+    # What was summed before the resume is that of all ranks: it is not multiplied by them.
+    total = resumed.total(lambda values: values.mul_(2))
+    assert (total["loss"], total["count"], total["stop"]) == (5, 8, 0)
+    assert total["confusion"].tolist() == [[2, 0], [4, 8]]
+
+
+def test_best_is_the_highest_or_the_lowest():
+    highest, lowest = Best(), Best(lowest=True)
+    assert [highest.update(value) for value in (0.1, 0.3, 0.2)] == [True, True, False]
+    assert [lowest.update(value) for value in (0.3, 0.1, 0.2)] == [True, True, False]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_loss_that_is_not_finite(bad):
+    """The sum shows it, whatever batch it was in."""
+    sums = Sums(CPU, "loss")
+    for loss in (1.0, bad, 1.0):
+        sums.add(loss=torch.tensor(loss))
+    with pytest.raises(RunError, match="not finite"):
+        require_finite(sums.total()["loss"])
+    require_finite(1.0)

@@ -1,0 +1,36 @@
+"""What loader workers need of the machine: a folder for their sockets, and open files."""
+
+import resource
+
+import pytest
+import torch
+
+from common import workers
+from common.errors import InputError
+
+
+def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
+    """Its sockets would have names that are too long, and the loader would wait for ever."""
+    monkeypatch.setattr(workers.tempfile, "gettempdir", lambda: f"/{'x' * 80}")
+    with pytest.raises(InputError, match="set TMPDIR to a shorter name"):
+        workers.data_loader(torch.arange(8), range(8), 2, workers=1)
+
+
+def test_no_folder_for_temporary_files(monkeypatch):
+    """k8s-sidecar 427, open-r1 488: a root file system that may not be written."""
+
+    def fails():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(workers.tempfile, "gettempdir", fails)
+    with pytest.raises(InputError, match="need a folder for temporary files, in TMPDIR or /tmp"):
+        workers.data_loader(torch.arange(8), range(8), 2, workers=1)
+
+
+def test_a_loader_opens_more_files_than_the_soft_limit():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    workers.raise_descriptor_limit(900)
+    after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert after == min(1924, before[1])
