@@ -212,6 +212,32 @@ def test_a_cancelled_watchdog_does_not_end_the_process():
     assert ends["pass"] != 0
 
 
+HANGS = {
+    "the first batch": "for _ in watchdog(slow()):\n    pass\n",
+    "a step after a save": (
+        "for batch in watchdog([1, 2]):\n    time.sleep(3 * (batch == 2))\n    watchdog.cancel()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_the_watchdog_ends_what_hangs(what):
+    code = (
+        "import time\n"
+        "from common.watchdog import Watchdog\n"
+        "def slow():\n"
+        "    time.sleep(3)\n"
+        "    yield 1\n"
+        "watchdog = Watchdog(1)\n"
+        f"{HANGS[what]}"
+        "watchdog.cancel()\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "Timeout (0:00:01)!" in done.stderr
+
+
 def test_the_watchdog_gives_the_batches():
     watchdog = Watchdog(1000)
     assert list(watchdog(range(3))) == [0, 1, 2]
