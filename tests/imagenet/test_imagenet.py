@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ from benchmarks import jpeg_tree
 from cifar10 import cifar
 from common.data import DataObject, EpochSampler, seed_of
 from common.errors import InputError
+from common.metrics import Sums
 
 sys.path.append(str(ROOT / "imagenet"))  # as for its recipes, which lie beside these two
 import jpegs
@@ -264,6 +266,16 @@ def test_learns_on_two_processes(learned, cifar_tree, tmp_path):
     result, of_one = figures(tmp_path / "log"), figures(learned)
     for name in ("val/accuracy", "val/top5"):
         assert result[name] == pytest.approx(of_one[name], abs=0.06)
+
+
+def test_top_5():
+    """The class of the k-th of ten images is in the k-th place: five are among the first five."""
+    logits = -torch.arange(10.0).expand(10, 10)
+    labels = torch.arange(10)
+    add_to = runpy.run_path(str(ROOT / "imagenet" / "single.py"), run_name="recipe")["add_to"]
+    sums = Sums(CPU, "loss", "correct", "correct5", "images")
+    add_to(sums, torch.tensor(2.0), logits, labels)
+    assert sums.total() == {"loss": 20, "correct": 1, "correct5": 5, "images": 10, "stop": 0}
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_launch", "hvd_gloo"])
