@@ -1,5 +1,6 @@
 # make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# most tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. Each creates .venv first.
+# most tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. make mutants: see that the
+# tests notice faults that are put into the code. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
@@ -50,4 +51,8 @@ gpu: $(VENV)/.tools
 fuzz: $(VENV)/.tools
 	FUZZ=200000 $(PYTEST) --timeout 0 tests/common/test_checkpoint.py -k fuzz
 
-.PHONY: demo check test lint benchmarks gpu fuzz
+# ARGS="fsdp watchdog": those with one of these words in their names
+mutants: $(VENV)/.tools $(VENV)/.horovod
+	$(VENV)/bin/python tests/mutants.py $(ARGS)
+
+.PHONY: demo check test lint benchmarks gpu fuzz mutants

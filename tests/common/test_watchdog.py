@@ -12,12 +12,27 @@ from common.watchdog import Watchdog
 pytestmark = pytest.mark.check
 
 
-def test_a_process_that_hangs_ends_with_its_stack():
+HANGS = {
+    "the first batch": "for _ in watchdog(hangs()):\n    pass\n",
+    "a step": "for _ in watchdog([1, 2]):\n    signal.pause()\n",
+    "a step after a save": (
+        "for batch in watchdog([1, 2]):\n"
+        "    if batch == 2:\n"
+        "        signal.pause()\n"
+        "    watchdog.cancel()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_a_process_that_hangs_ends_with_its_stack(what):
     code = (
         "import signal\n"
         "from common.watchdog import Watchdog\n"
-        "for batch in Watchdog(0.1)([1, 2]):\n"
-        "    signal.pause()\n"
+        "def hangs():\n"
+        "    yield signal.pause()\n"
+        "watchdog = Watchdog(0.5)\n"
+        f"{HANGS[what]}"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,5 +1,6 @@
 """What only ImageNet's recipes have: --evaluate, --accumulate, --channels-last, --compile."""
 
+import runpy
 import shutil
 
 import pytest
@@ -20,6 +21,7 @@ from PIL import Image
 from recipes import ROOT, STEP, changed_copy, in_float64, small
 
 from cifar10 import cifar
+from common.metrics import Sums
 
 SINGLE = f"python {ROOT}/imagenet/single.py"
 
@@ -73,6 +75,16 @@ def test_learns_on_two_processes(learned, cifar_tree, tmp_path):
     result, of_one = figures(tmp_path / "log"), figures(learned)
     for name in ("val/accuracy", "val/top5"):
         assert result[name] == pytest.approx(of_one[name], abs=0.06)
+
+
+def test_top_5():
+    """The class of the k-th of ten images is in the k-th place: five are among the first five."""
+    logits = -torch.arange(10.0).expand(10, 10)
+    labels = torch.arange(10)
+    add_to = runpy.run_path(str(ROOT / "imagenet" / "single.py"), run_name="recipe")["add_to"]
+    sums = Sums(CPU, "loss", "correct", "correct5", "images")
+    add_to(sums, torch.tensor(2.0), logits, labels)
+    assert sums.total() == {"loss": 20, "correct": 1, "correct5": 5, "images": 10, "stop": 0}
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_launch", "hvd_gloo"])

@@ -1,0 +1,615 @@
+"""Put one small fault after another into the code, and see that a test notices each.
+
+    make mutants
+    make mutants ARGS="watchdog fsdp"    # only those with one of these words in their names
+
+MUTANTS is the list. First each line to change has to be there, once. Then all tests that are named
+run on an unchanged copy of the repository. Then each mutant gets a copy of its own, in which its
+test runs, and a row of a table in Markdown says which test noticed it, and after how long.
+
+It ends with status 1 if a mutant survived, if a line is not there, or if a test fails without a
+mutant. A mutant whose test is skipped here is not run, and its row says what is missing.
+"""
+
+import ast
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+# Seconds after which a test that hangs counts as one that failed.
+TIMEOUT = 300
+# In the environment of all processes that a test starts, to find what it leaves behind.
+MARK = "MUTANTS"
+
+
+@dataclass
+class Mutant:
+    """A fault: in `file` each text of `changes`, which is there once, is replaced.
+
+    `test` has to notice it: the id of a test of pytest, or of one with several cases.
+    """
+
+    name: str
+    file: str
+    changes: dict[str, str]
+    test: str
+
+    def changed(self, text: str) -> str:
+        """The text of the file with the fault."""
+        for line, replacement in self.changes.items():
+            text = text.replace(line, replacement)
+        return text
+
+
+WRAPPER = "    model = DistributedDataParallel(model, gradient_as_bucket_view=True)\n"
+NO_WRAPPER = "    object.__setattr__(model, 'module', model)\n"
+SET_EPOCH = "train.sampler.set_epoch(position.epoch, position.samples)"
+SAME_ORDER = "train.sampler.set_epoch(0, position.samples)"
+VAL_SHARE = "range(rank, len(val_set), world_size)"
+HOROVOD_OPTIMIZER = """\
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        model.named_parameters(),
+        op=hvd.Adasum if args.use_adasum else hvd.Average,
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
+    )
+"""
+POLICY = "    policy = MixedPrecisionPolicy()\n"
+
+SAMPLER = "tests/common/test_data.py::test_sampler_position"
+WATCHDOG = "tests/common/test_watchdog.py::test_a_process_that_hangs_ends_with_its_stack"
+CHECKPOINT = "tests/common/test_checkpoint.py::"
+PARITY = "tests/recipes/test_parity.py::test_parity"
+EVALUATION = "tests/recipes/test_parity.py::test_exact_evaluation"
+COSTS = "tests/recipes/test_gpu.py::test_costs_of_a_step"
+STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
+KILLED = "tests/recipes/test_signals.py::test_ranks_end_with_a_launcher_that_is_killed_while"
+CLUSTER = "tests/slurm/test_cluster_faults.py::"
+SECTION = "tests/docs/test_readme.py::test_section"
+
+MUTANTS = [
+    # What a strategy adds: the weights are those of one process.
+    Mutant(
+        "ddp_spawn without the wrapper",
+        "mnist/ddp_spawn.py",
+        {WRAPPER: NO_WRAPPER},
+        f"{PARITY}[mnist ddp_spawn 2]",
+    ),
+    Mutant(
+        "ddp_launch without the wrapper",
+        "mnist/ddp_launch.py",
+        {WRAPPER: NO_WRAPPER},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "ddp_launch without the all-reduce",
+        "mnist/ddp_launch.py",
+        {WRAPPER: f"{WRAPPER}    model.require_backward_grad_sync = False\n"},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "ddp_launch without set_epoch",
+        "mnist/ddp_launch.py",
+        {SET_EPOCH: SAME_ORDER},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "ddp_launch without the scaled rate",
+        "mnist/ddp_launch.py",
+        {" * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)": ""},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "ddp_launch without shares of training",
+        "mnist/ddp_launch.py",
+        {"batch_size, rank, world_size, seed": "batch_size, 0, world_size, seed"},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "ddp_launch with gradients that are not zeroed",
+        "mnist/ddp_launch.py",
+        {"            optimizer.zero_grad()\n": ""},
+        f"{PARITY}[mnist ddp_launch 2]",
+    ),
+    Mutant(
+        "fsdp with the optimizer of the whole weights",
+        "mnist/fsdp.py",
+        {
+            POLICY: f"    whole = list(model.parameters())\n{POLICY}",
+            "        model.parameters(), lr, args.momentum": "        whole, lr, args.momentum",
+        },
+        f"{PARITY}[mnist fsdp 2]",
+    ),
+    Mutant(
+        "fsdp without averaging",
+        "mnist/fsdp.py",
+        {
+            "    # fsdp: foreach, as fused SGD takes no shards.\n": (
+                "    model.set_requires_gradient_sync(False)\n"
+            )
+        },
+        f"{PARITY}[mnist fsdp 2]",
+    ),
+    Mutant(
+        "fsdp without the root",
+        "cifar10/fsdp.py",
+        {"    fully_shard(model, mesh=mesh, mp_policy=root_policy)\n": ""},
+        "tests/recipes/test_parity.py::test_parity_of_resnet",
+    ),
+    Mutant(
+        "hvd without set_epoch",
+        "mnist/hvd.py",
+        {SET_EPOCH: SAME_ORDER},
+        f"{PARITY}[mnist hvd_gloo 2]",
+    ),
+    Mutant(
+        "hvd without the all-reduce",
+        "mnist/hvd.py",
+        {HOROVOD_OPTIMIZER: ""},
+        f"{PARITY}[mnist hvd_gloo 2]",
+    ),
+    Mutant(
+        "hvd without the scaled rate",
+        "mnist/hvd.py",
+        {"averaged(args, device), args.global_batch_size)": "1, args.global_batch_size)"},
+        f"{PARITY}[mnist hvd_gloo 2]",
+    ),
+    Mutant(
+        "hvd without the broadcast of the first weights",
+        "mnist/hvd.py",
+        {"    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n": ""},
+        "tests/recipes/test_parity.py::test_all_begin_with_the_weights_of_rank_0[hvd_gloo]",
+    ),
+    Mutant(
+        "a loss that is not divided by --accumulate",
+        "imagenet/single.py",
+        {"(loss / args.accumulate).backward()": "loss.backward()"},
+        "tests/imagenet/test_imagenet.py::test_accumulate[single]",
+    ),
+    # Figures are exact.
+    Mutant(
+        "ddp_launch without the sum of training",
+        "mnist/ddp_launch.py",
+        {
+            "        # dist: over all ranks.\n        total = sums.total(dist.all_reduce, ": (
+                "        total = sums.total("
+            )
+        },
+        f"{EVALUATION}[ddp_launch]",
+    ),
+    Mutant(
+        "ddp_launch without the sum of validation",
+        "mnist/ddp_launch.py",
+        {"    return averages(sums.total(dist.all_reduce))": "    return averages(sums.total())"},
+        f"{EVALUATION}[ddp_launch]",
+    ),
+    Mutant(
+        "ddp_launch without shares of validation",
+        "mnist/ddp_launch.py",
+        {VAL_SHARE: "range(len(val_set) - rank)"},
+        f"{EVALUATION}[ddp_launch]",
+    ),
+    Mutant(
+        "ddp_launch with one share of validation for all",
+        "mnist/ddp_launch.py",
+        {VAL_SHARE: "range(0, len(val_set), world_size)"},
+        f"{EVALUATION}[ddp_launch]",
+    ),
+    Mutant(
+        "hvd without the sum of validation",
+        "mnist/hvd.py",
+        {"    return averages(sums.total(all_reduce))": "    return averages(sums.total())"},
+        f"{EVALUATION}[hvd_gloo]",
+    ),
+    Mutant(
+        "a loss that each batch counts once",
+        "mnist/ddp_launch.py",
+        {"sums.add(loss=loss * len(labels), ": "sums.add(loss=loss, "},
+        f"{EVALUATION}[ddp_launch]",
+    ),
+    Mutant(
+        "ddp_launch evaluates with each rank's own BatchNorm",
+        "imagenet/ddp_launch.py",
+        {"        dist.broadcast(buffer, src=0)\n": "        pass\n"},
+        "tests/recipes/test_resume.py::test_kills[ddp_launch]",
+    ),
+    Mutant(
+        "hvd evaluates with each rank's own BatchNorm",
+        "cifar10/hvd.py",
+        {"    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)\n": ""},
+        "tests/recipes/test_resume.py::test_kills[hvd_gloo]",
+    ),
+    Mutant(
+        "top-4 counts as top-5",
+        "imagenet/single.py",
+        {"logits.topk(min(5, logits.shape[1]))": "logits.topk(min(4, logits.shape[1]))"},
+        "tests/imagenet/test_imagenet.py::test_top_5",
+    ),
+    Mutant(
+        "best.pt is the worst epoch",
+        "mnist/single.py",
+        {'best.update(val_result["accuracy"])': 'best.update(-val_result["accuracy"])'},
+        "tests/recipes/test_output.py::test_tensorboard_has_the_scalars",
+    ),
+    Mutant(
+        "Best keeps the lowest",
+        "common/metrics.py",
+        {"better = value > self.value": "better = value < self.value"},
+        "tests/common/test_metrics.py::test_best_is_the_highest_or_the_lowest",
+    ),
+    # All is a function of seed and position.
+    Mutant(
+        "the share of rank 0 for all ranks",
+        "common/data.py",
+        {"[self.rank :: self.world_size]": "[0 :: self.world_size]"},
+        SAMPLER,
+    ),
+    Mutant(
+        "a sampler that ignores where the epoch goes on",
+        "common/data.py",
+        {"order[self.start :]": "order[0:]"},
+        SAMPLER,
+    ),
+    Mutant(
+        "the same dropout in each step",
+        "common/position.py",
+        {"seed_of(seed, position.epoch, position.samples, rank)": "seed_of(seed, rank)"},
+        "tests/common/test_position.py::test_random_state_is_a_function_of_position_and_rank",
+    ),
+    Mutant(
+        "a cosine that rises",
+        "common/schedule.py",
+        {"0.5 * (1 + math.cos(": "0.5 * (1 - math.cos("},
+        "tests/common/test_schedule.py::test_schedule",
+    ),
+    Mutant(
+        "a crop beside the padded image",
+        "cifar10/cifar.py",
+        {"left * to_column": "(left + 1) * to_column"},
+        "tests/cifar10/test_cifar.py::test_every_crop_is_one_of_the_padded_image",
+    ),
+    Mutant(
+        "machines that do not compare their data",
+        "common/ranks.py",
+        {
+            "    if not all_same([fingerprint(dataset) for dataset in datasets], all_reduce, "
+            "device):\n": "    if False:\n"
+        },
+        "tests/imagenet/test_trees.py::test_machines_with_different_images",
+    ),
+    # Checkpoints.
+    Mutant(
+        "a CRC-32 that is not compared",
+        "common/checkpoint.py",
+        {"if archive.testzip() or any(": "if any("},
+        f"{CHECKPOINT}test_bit_flips",
+    ),
+    Mutant(
+        "an entry of a checkpoint that is a folder",
+        "common/checkpoint.py",
+        {" or any(entry.external_attr & 16 for entry in entries)": ""},
+        f"{CHECKPOINT}test_bit_flips",
+    ),
+    Mutant(
+        "previous.pt is not kept",
+        "common/checkpoint.py",
+        {"            keep_previous(folder)\n": "            pass\n"},
+        f"{CHECKPOINT}test_what_stays",
+    ),
+    Mutant(
+        "two jobs in one folder",
+        "common/lease.py",
+        {"            acquire_or_raise(lease)\n": ""},
+        "tests/common/test_lease.py::test_a_folder_in_use_is_refused",
+    ),
+    # How a run ends.
+    Mutant(
+        "a watchdog that does not end the process",
+        "common/watchdog.py",
+        {"exit=True": "exit=False"},
+        f"{WATCHDOG}[a step]",
+    ),
+    Mutant(
+        "a watchdog that waits for the first batch",
+        "common/watchdog.py",
+        {"        self.waited = 0.0\n        self.arm()\n": "        self.waited = 0.0\n"},
+        f"{WATCHDOG}[the first batch]",
+    ),
+    Mutant(
+        "a watchdog that ends with the first save",
+        "common/watchdog.py",
+        {"if self.armed_at is None or given": "if self.armed_at and given"},
+        f"{WATCHDOG}[a step after a save]",
+    ),
+    Mutant(
+        "a second SIGTERM ends a run that is saved",
+        "common/launch.py",
+        {"        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n": ""},
+        "tests/recipes/test_signals.py::test_more_signals_until_it_has_ended[single]",
+    ),
+    Mutant(
+        "SIGTERM before the first step is only noted",
+        "common/stop.py",
+        {"self.listening = False\n": "self.listening = False\n        self.listen()\n"},
+        f"{STOPPED}[torchrun]",
+    ),
+    Mutant(
+        "SIGTERM ends loader workers",
+        "common/workers.py",
+        {"    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n": ""},
+        "tests/recipes/test_faults.py::test_sigterm_to_loader_workers",
+    ),
+    Mutant(
+        "ranks that outlive their launcher",
+        "common/parent.py",
+        {"    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n": ""},
+        f"{KILLED}_they_start[torchrun]",
+    ),
+    # What a GPU would wait for, or refuse; all of these train on the CPU as before.
+    Mutant(
+        "labels on the CPU",
+        "common/data.py",
+        {
+            "[tensor.to(device) for tensor in everything]": (
+                "[everything[0].to(device), everything[1]]"
+            )
+        },
+        f"{COSTS}[mnist/single.py]",
+    ),
+    Mutant(
+        "an index list in each step",
+        "common/data.py",
+        {"tensor.index_select(0, batch) for tensor": "tensor[batch.tolist()] for tensor"},
+        f"{COSTS}[mnist/single.py]",
+    ),
+    Mutant(
+        "constants on the CPU",
+        "images/data.py",
+        {"(-mean / std).to(images.device)": "(-mean / std)"},
+        f"{COSTS}[mnist/single.py]",
+    ),
+    Mutant(
+        "constants sent in each step",
+        "images/data.py",
+        {"key not in self.constants": "True"},
+        f"{COSTS}[mnist/single.py]",
+    ),
+    Mutant(
+        ".item() in the loop",
+        "mnist/ddp_launch.py",
+        {"loss.detach()": "loss.item()"},
+        f"{COSTS}[mnist/ddp_launch.py]",
+    ),
+    Mutant(
+        "a broadcast in forward",
+        "mnist/ddp_launch.py",
+        {"    model.broadcast_buffers = False\n": ""},
+        f"{COSTS}[mnist/ddp_launch.py]",
+    ),
+    Mutant(
+        "BatchNorm on the CPU",
+        "imagenet/networks.py",
+        {"layer.to(part.weight.device)": "layer"},
+        "tests/recipes/test_gpu.py::test_sync_bn[hvd.py]",
+    ),
+    # What is imported, printed and written down.
+    Mutant(
+        "torchvision is always imported",
+        "cifar10/cifar.py",
+        {"from torch import nn\n": "import torchvision\nfrom torch import nn\n"},
+        "tests/recipes/test_launch.py::test_nothing_is_imported_before_it_is_needed",
+    ),
+    Mutant(
+        "TensorBoard is always imported",
+        "common/log.py",
+        {"from tqdm import tqdm\n": "import torch.utils.tensorboard\nfrom tqdm import tqdm\n"},
+        "tests/recipes/test_launch.py::test_nothing_is_imported_before_it_is_needed",
+    ),
+    Mutant(
+        "a doctor that finds no rank slow",
+        "scripts/doctor.py",
+        {"SLOW = 1.25\n": "SLOW = 12.5\n"},
+        "tests/scripts/test_doctor.py::test_a_slow_rank",
+    ),
+    Mutant(
+        "a flag in docs/ that no recipe has",
+        "docs/checkpoints.md",
+        {"--init-from runs/first/best.pt": "--init-weights runs/first/best.pt"},
+        f"{SECTION}[docs/checkpoints.md The weights alone]",
+    ),
+    Mutant(
+        "a file in README.md that is not there",
+        "README.md",
+        {"diff mnist/single.py mnist/ddp_launch.py\n": "diff mnist/single.py mnist/ddp.py\n"},
+        f"{SECTION}[README.md Distributed training recipes for PyTorch]",
+    ),
+    # On a cluster.
+    Mutant(
+        "an array whose tasks all have the first rate",
+        "slurm/array.sh",
+        {"${rates[$SLURM_ARRAY_TASK_ID]}": "${rates[0]}"},
+        "tests/slurm/test_slurm.py::test_array_and_its_table",
+    ),
+    Mutant(
+        "one requeue more than MAX_REQUEUES",
+        "slurm/requeue.sh",
+        {'[ "$times" -lt "${MAX_REQUEUES:-10}" ]': '[ "$times" -le "${MAX_REQUEUES:-10}" ]'},
+        f"{CLUSTER}test_as_many_requeues_as_it_says",
+    ),
+    Mutant(
+        "TERM ends torchrun",
+        "slurm/ddp_2nodes.sh",
+        {'trap "" USR1 USR2 TERM; exec torchrun': 'trap "" USR1 USR2; exec torchrun'},
+        f"{CLUSTER}test_preempted",
+    ),
+]
+
+
+def faults_of_the_list() -> list[str]:
+    """What is wrong with MUTANTS: texts that are not there once, or that leave no Python."""
+    faults = []
+    for mutant in MUTANTS:
+        path = ROOT / mutant.file
+        text = path.read_text() if path.exists() else ""
+        for line in mutant.changes:
+            if text.count(line) != 1:
+                faults.append(f"{mutant.name}: {mutant.file} has {text.count(line)} times: {line}")
+        try:
+            if path.suffix == ".py":
+                ast.parse(mutant.changed(text))
+        except SyntaxError as error:
+            faults.append(f"{mutant.name}: {mutant.file} is no Python any more: {error}")
+    return faults
+
+
+def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, float, str]:
+    """Run tests in a copy of the repository, to the first failure if it has a mutant.
+
+    Returns (the status of pytest, {test: (failure, error or skipped, why)} of those that did not
+    pass, seconds, what it printed).
+    """
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        copy = folder / "repository"
+        left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "data", "runs")
+        shutil.copytree(ROOT, copy, ignore=left_out, symlinks=True)
+        if (ROOT.parent / "shared").exists():
+            (folder / "shared").symlink_to(ROOT.parent / "shared")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        command += [f"--timeout={TIMEOUT}", f"--basetemp={folder / 'tmp'}"]
+        command += [f"--junit-xml={folder / 'report.xml'}", *tests]
+        if mutant:
+            path = copy / mutant.file
+            path.write_text(mutant.changed(path.read_text()))
+            command.append("-x")
+        began = time.monotonic()
+        with open(folder / "printed", "w+") as printed:
+            process = subprocess.Popen(
+                command,
+                cwd=copy,
+                env={**os.environ, MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                # So that Ctrl-C reaches only this process.
+                start_new_session=True,
+            )
+            try:
+                status = process.wait()
+            finally:
+                kill(mark)
+        seconds = time.monotonic() - began
+        return status, bad_tests(folder / "report.xml"), seconds, (folder / "printed").read_text()
+
+
+def kill(mark: str) -> None:
+    """Kill what still runs of a call of run(), also what tests that failed have left."""
+    found = True
+    while found:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == mark:
+                    process.kill()
+                    found.append(process)
+            except psutil.Error:
+                # It has ended.
+                pass
+        psutil.wait_procs(found, timeout=10)
+
+
+def bad_tests(report: Path) -> dict[str, tuple[str, str]]:
+    """{test: (failure, error or skipped, why)} of the tests in a report that did not pass."""
+    bad = {}
+    if report.exists():
+        for case in ElementTree.parse(report).iter("testcase"):
+            test = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
+            for part in case:
+                if part.tag in ("failure", "error", "skipped"):
+                    bad[test] = (part.tag, part.get("message"))
+    return bad
+
+
+def why_not(mutant: Mutant, bad: dict) -> str:
+    """Why its test says nothing of a mutant, as it does not pass without; empty if it does."""
+    for test, (outcome, message) in bad.items():
+        if test == mutant.test or test.startswith(f"{mutant.test}["):
+            if outcome == "skipped":
+                return f"not run: {message}"
+            return f"not run: `{test}` fails without it, too"
+    return ""
+
+
+def verdict(status: int, bad: dict) -> str:
+    """What became of a mutant: the test that failed, survived, or an error of the list."""
+    for test, (outcome, message) in bad.items():
+        if outcome == "failure":
+            timed_out = message.startswith("Failed: Timeout (>")
+            return f"`{test}`, which timed out" if timed_out else f"`{test}`"
+    if status == 0:
+        return "**survived**"
+    # No test has failed: one could not be imported, or its fixture did not work.
+    return f"**error**: status {status} of pytest"
+
+
+def main() -> int:
+    if faults := faults_of_the_list():
+        print("\n".join(faults), file=sys.stderr)
+        return 1
+    words = sys.argv[1:]
+    chosen = [
+        mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)
+    ]
+    if not chosen:
+        print(f"no mutant has one of these words in its name: {' '.join(words)}", file=sys.stderr)
+        return 1
+    tests = list(dict.fromkeys(mutant.test for mutant in chosen))
+    print(f"{len(chosen)} mutants; first their {len(tests)} tests without them", flush=True)
+    began = time.monotonic()
+    status, unfit, seconds, printed = run(tests)
+    if status not in (0, 1):
+        print(printed, file=sys.stderr)
+        return 1
+    failed = [test for test, (outcome, _) in unfit.items() if outcome != "skipped"]
+    if failed:
+        print(printed, file=sys.stderr)
+    print(f"{seconds:.0f} s; {len(failed)} failed\n\n| mutant | file | caught by | seconds |")
+    print("| --- | --- | --- | ---: |", flush=True)
+    problems = len(failed)
+    caught = 0
+    for mutant in chosen:
+        seconds = 0
+        result = why_not(mutant, unfit)
+        if not result:
+            status, bad, seconds, printed = run([mutant.test], mutant)
+            result = verdict(status, bad)
+            if result.startswith("**"):
+                problems += 1
+                print(printed, file=sys.stderr)
+            else:
+                caught += 1
+        print(f"| {mutant.name} | {mutant.file} | {result} | {seconds:.0f} |", flush=True)
+    minutes = (time.monotonic() - began) / 60
+    print(f"\n{caught} of {len(chosen)} caught, in {minutes:.0f} minutes")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    # As Ctrl-C: leave nothing behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
