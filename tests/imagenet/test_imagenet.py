@@ -4,6 +4,7 @@ import runpy
 import shutil
 
 import pytest
+import torch
 from forked import compute, refused
 from launch import (
     TOLERANCE,
@@ -82,7 +83,7 @@ def test_top_5():
     logits = -torch.arange(10.0).expand(10, 10)
     labels = torch.arange(10)
     add_to = runpy.run_path(str(ROOT / "imagenet" / "single.py"), run_name="recipe")["add_to"]
-    sums = Sums(CPU, "loss", "correct", "correct5", "images")
+    sums = Sums(torch.device("cpu"), "loss", "correct", "correct5", "images")
     add_to(sums, torch.tensor(2.0), logits, labels)
     assert sums.total() == {"loss": 20, "correct": 1, "correct5": 5, "images": 10, "stop": 0}
 
