@@ -6,8 +6,8 @@ PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
 REQUIRE_ALL ?=
 export REQUIRE_ALL
-# two tests at a time for each core: some of them wait
-PYTEST = $(VENV)/bin/python -m pytest -n $(shell expr 2 \* $$(nproc)) --dist worksteal
+# four tests at a time on two cores: some of them wait
+PYTEST = $(VENV)/bin/python -m pytest -n 4 --dist worksteal
 SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/helpers/*.sh) .ci/run
 
 demo: $(VENV)/.recipes
