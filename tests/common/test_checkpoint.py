@@ -63,9 +63,7 @@ def save_forever(folder, epoch, said):
 
 
 def test_kill_in_a_loop_that_saves(tmp_path):
-    """SIGKILL at 50 random moments: `auto` finds a whole checkpoint, never older than the last one
-    reported.
-    """
+    """At 50 random moments: `auto` finds a whole checkpoint, as new as the last one reported."""
     moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
     for _ in range(50):
         before = said.value
@@ -94,10 +92,7 @@ class Crash(BaseException):
 
 
 def crash_at(number, monkeypatch):
-    """Let the file-system call with this number, and each after it, raise Crash.
-
-    Returns the patches.
-    """
+    """Let the file-system call with this number, and each later one, raise Crash; the patches."""
     calls = [
         (os, "replace"),
         (os, "fsync"),
@@ -127,8 +122,7 @@ def crash_at(number, monkeypatch):
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
 def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
-    """Crash a save of last.pt and best.pt at each of its file-system calls in turn, after `earlier`
-    saves.
+    """At each file-system call of a save of last.pt and best.pt in turn, after `earlier` saves.
 
     The newest checkpoint is good; if there is none yet, nothing prevents a run from starting.
     """
@@ -170,10 +164,7 @@ def folder(tmp_path):
 
 
 def test_bit_flips(folder):
-    """2,000 files, each with one flipped bit: refused, or read as it was saved.
-
-    `auto` takes previous.pt.
-    """
+    """Each of 2,000 files is refused, and `auto` takes previous.pt, or read as it was saved."""
     draw, newest = random.Random(random_seed()), folder / "last.pt"
     whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
     refused = 0

@@ -1,16 +1,22 @@
 """results.jsonl, of a run that goes on."""
 
-import pytest
-from launch import evaluations, run
-from recipes import ROOT
+import json
 
-SINGLE = f"python {ROOT}/mnist/single.py --synthetic 640 --epochs 1 --model lenet --device cpu"
+import pytest
+
+from common import results
+from common.position import Position
 
 
 @pytest.mark.parametrize("line", [b'{"step": 10, "ep\0\xff\xfe', b'{"note": "mine"}\n', b"[1]\n"])
 def test_lines_of_others_in_the_results(line, tmp_path):
-    run(f"{SINGLE} --log-dir log", tmp_path)
-    path = tmp_path / "log" / "results.jsonl"
-    path.write_bytes(path.read_bytes() + line)
-    run(SINGLE.replace("--epochs 1", "--epochs 2") + " --log-dir log --resume auto", tmp_path)
-    assert [event["epoch"] for event in evaluations(tmp_path / "log")] == [1, 2]
+    """A run that goes on drops them, and keeps its own."""
+    position = Position()
+    position.steps = 10
+    own = [{"step": step, "event": "step"} for step in (5, 10)]
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(json.dumps(own[0]).encode() + b"\n" + line)
+    results.keep_until(path, position)
+    with path.open("a") as file:
+        file.write(json.dumps(own[1]) + "\n")
+    assert [json.loads(text) for text in path.read_text().splitlines()] == own

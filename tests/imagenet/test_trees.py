@@ -68,10 +68,7 @@ def test_the_order_of_images_is_that_of_torchvision(tree):
 
 
 def test_a_large_tree_is_two_arrays(tree):
-    """No Python object per image.
-
-    Each worker would copy it, as reading it writes its reference count.
-    """
+    """Each worker would copy a Python object, as reading it writes its reference count."""
     folder = jpegs.image_tree(tree)[0]
     train_set = jpegs.TrainTree(folder, 32, "pillow")
     assert isinstance(train_set.paths, np.ndarray) and train_set.paths.dtype.kind == "S"
