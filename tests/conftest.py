@@ -1,9 +1,12 @@
+import os
 import shutil
 import subprocess
 import sys
 
+import filelock
 import hypothesis
 import pytest
+import torch
 from cluster import Cluster, need_cluster
 from launch import need
 from recipes import ROOT, SHARED_DATA
@@ -16,20 +19,30 @@ hypothesis.settings.load_profile("slow")
 FOLDERS = {"mnist": "MNIST", "cifar10": "cifar-10-batches-py"}
 
 
+# Several would wait for each other by spinning, on cores that other tests use.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
     """A function that gives a folder with a real data set: that of CI, or a copy of data/."""
-    folder = tmp_path_factory.mktemp("real")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The folder of all workers.
+        folder = folder.parent
 
     def unpack(dataset):
         name = FOLDERS[dataset]
-        if SHARED_DATA.exists():
-            command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
-            subprocess.run(command, check=True)
-        else:
-            there = (ROOT / "data" / name).exists()
-            need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
-            shutil.copytree(ROOT / "data" / name, folder / name, dirs_exist_ok=True)
+        with filelock.FileLock(folder / "real.lock"):
+            if (folder / name).exists():
+                pass
+            elif SHARED_DATA.exists():
+                command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
+                subprocess.run(command, check=True)
+            else:
+                there = (ROOT / "data" / name).exists()
+                need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
+                shutil.copytree(ROOT / "data" / name, folder / name)
         return folder
 
     return unpack

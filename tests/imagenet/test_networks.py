@@ -6,15 +6,6 @@ import torch
 from imagenet import networks
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several wait for each other by spinning, on cores that other tests use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     "name",
     [
