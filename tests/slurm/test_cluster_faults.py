@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from cluster import MPI_INIT_CAN_CRASH, SlurmJob
+from cluster import GLOO_CAN_ABORT, MPI_INIT_CAN_CRASH, SlurmJob
 from forked import compute
 from launch import (
     assert_same,
@@ -317,6 +317,7 @@ def test_preempted(waiting_job, cluster, undisturbed):
     is_whole(job.runs(), undisturbed)
 
 
+@GLOO_CAN_ABORT
 def test_fsdp_preempted(cluster, tmp_path):
     """Two nodes write their shards to one folder.
 
