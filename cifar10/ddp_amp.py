@@ -7,7 +7,6 @@ Read it beside ddp_launch.py.
 """
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 
@@ -20,10 +19,6 @@ die_with_parent()
 
 import torch
 import torch.distributed as dist
-
-# dist: before init_process_group, as its functions take the default group as a default argument:
-# imported later (DDP imports it), they keep the group alive after destroy_process_group.
-import torch.distributed.nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -318,8 +313,5 @@ def main():
 if __name__ == "__main__":
     with launch.plain_exits():
         main()
-        # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
-        # group lets Gloo abort.
-        gc.collect()
         # dist: closes the connections; NCCL warns without it.
         dist.destroy_process_group()

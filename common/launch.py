@@ -1,5 +1,6 @@
 """How a recipe is started by a launcher, and how it ends: in one line."""
 
+import atexit
 import faulthandler
 import io
 import os
@@ -8,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -55,7 +56,8 @@ CAUSES = (
 def plain_exits():
     """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
 
-    SIGUSR2 prints the stacks of all threads.
+    SIGUSR2 prints the stacks of all threads. A rank of a launcher ends at the end of the block:
+    nothing behind it runs.
     """
     # Also where it is ignored for the launcher's sake.
     numbers = [signal.SIGTERM]
@@ -72,8 +74,7 @@ def plain_exits():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     except (InputError, RunError, RuntimeError) as error:
         error = explained(error)
-        texts = [os.environ.get(name, "") for name in RANKS]
-        rank = next((int(text) for text in texts if text.isdecimal()), None)
+        rank = launched_rank()
         if rank:
             # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
             time.sleep(3)
@@ -86,6 +87,32 @@ def plain_exits():
         time.sleep(1)
         # Skips the destructors of the process group, which can hang or abort.
         os._exit(error.status)
+    if launched_rank() is not None:
+        end_rank()
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher gave to this process, if one started it."""
+    texts = [os.environ.get(name, "") for name in RANKS]
+    return next((int(text) for text in texts if text.isdecimal()), None)
+
+
+def end_rank() -> None:
+    """End this process with status 0, and with all that Python does at its end but destructors.
+
+    A thread of Gloo that drops a tensor while Python tears itself down aborts the process (pytorch
+    issue 190489). destroy_process_group() does not end these threads while something keeps the
+    group: the caches of DTensor, which FSDP uses; torch.distributed.nn, which DDP imports; a DDP
+    wrapper in a cycle.
+    """
+    # As multiprocessing ends a process: it waits for threads, then for exit handlers.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # A full disk or a terminal that is gone does not make a run a failed one.
+        with suppress(OSError):
+            stream.flush()
+    os._exit(0)
 
 
 def end_at_once(*numbers: int) -> None:

@@ -7,7 +7,6 @@ Read it beside mnist/ddp_launch.py. A token is a byte of the text in UTF-8.
 """
 
 import argparse
-import gc
 import math
 import sys
 from pathlib import Path
@@ -22,10 +21,6 @@ die_with_parent()
 import numpy as np
 import torch
 import torch.distributed as dist
-
-# dist: before init_process_group, as its functions take the default group as a default argument:
-# imported later (DDP imports it), they keep the group alive after destroy_process_group.
-import torch.distributed.nn
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -359,8 +354,5 @@ def main():
 if __name__ == "__main__":
     with launch.plain_exits():
         main()
-        # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
-        # group lets Gloo abort.
-        gc.collect()
         # dist: closes the connections; NCCL warns without it.
         dist.destroy_process_group()

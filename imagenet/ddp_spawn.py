@@ -8,7 +8,6 @@ Read it beside single.py. The last two make one run on two machines; the address
 first. On one machine set CUDA_VISIBLE_DEVICES.
 """
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -18,10 +17,6 @@ sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
 
 import torch
 import torch.distributed as dist
-
-# dist: before init_process_group, as its functions take the default group as a default argument:
-# imported later (DDP imports it), they keep the group alive after destroy_process_group.
-import torch.distributed.nn
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -322,10 +317,6 @@ def main(local_rank, args):
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: DDP, mp.spawn | {place} | {batch} | lr {lr:g}"
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
-    # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
-    # group lets Gloo abort.
-    del model
-    gc.collect()
     # dist: closes the connections; NCCL warns without it.
     dist.destroy_process_group()
 

@@ -9,7 +9,6 @@ momentum that were rounded to fp16.
 """
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 
@@ -22,10 +21,6 @@ die_with_parent()
 
 import torch
 import torch.distributed as dist
-
-# dist: before init_process_group, as its functions take the default group as a default argument:
-# imported later (DDP imports it), they keep the group alive after destroy_process_group.
-import torch.distributed.nn
 import torch.nn.functional as F
 from apex import amp, parallel  # amp: tag 25.05, see docs/install.md; PyPI's is another package
 
@@ -286,8 +281,5 @@ def main():
 if __name__ == "__main__":
     with launch.plain_exits():
         main()
-        # dist: frees the model, which is in a cycle in torch 2.11: a DDP wrapper that outlives its
-        # group lets Gloo abort.
-        gc.collect()
         # dist: closes the connections; NCCL warns without it.
         dist.destroy_process_group()

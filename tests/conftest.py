@@ -18,8 +18,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("slow")
 FOLDERS = {"mnist": "MNIST", "cifar10": "cifar-10-batches-py"}
 
-
-# Several would wait for each other by spinning, on cores that other tests use.
+# Several threads would wait for each other by spinning, on cores that other tests use.
 torch.set_num_threads(1)
 
 
@@ -34,16 +33,19 @@ def real_data(tmp_path_factory):
     def unpack(dataset):
         name = FOLDERS[dataset]
         with filelock.FileLock(folder / "real.lock"):
-            if (folder / name).exists():
-                pass
-            elif SHARED_DATA.exists():
-                command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
-                subprocess.run(command, check=True)
-            else:
-                there = (ROOT / "data" / name).exists()
-                need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
-                shutil.copytree(ROOT / "data" / name, folder / name)
+            if not (folder / name).exists():
+                lay_out(dataset)
         return folder
+
+    def lay_out(dataset):
+        if SHARED_DATA.exists():
+            command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
+            subprocess.run(command, check=True)
+            return
+        name = FOLDERS[dataset]
+        there = (ROOT / "data" / name).exists()
+        need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
+        shutil.copytree(ROOT / "data" / name, folder / name)
 
     return unpack
 

@@ -339,6 +339,12 @@ MUTANTS = [
         "tests/recipes/test_signals.py::test_more_signals_until_it_has_ended[single]",
     ),
     Mutant(
+        "a rank that ends with Python's destructors",
+        "common/launch.py",
+        {"        end_rank()\n": "        pass\n"},
+        "tests/recipes/test_launch.py::test_a_rank_ends_without_destructors",
+    ),
+    Mutant(
         "SIGTERM before the first step is only noted",
         "common/stop.py",
         {"self.listening = False\n": "self.listening = False\n        self.listen()\n"},

@@ -16,9 +16,6 @@ from recipes import DATASETS, ROOT
 # Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded
 # cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
-# Of a rank of fsdp.py that had finished its run and aborted while Python ended: once in five runs
-# beside other tests. A thread of Gloo that still runs then has this message.
-GLOO_CAN_ABORT = pytest.mark.flaky(reruns=2, only_rerun="terminate called without an active")
 
 
 def need_cluster():

@@ -24,13 +24,12 @@ from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
 
 SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 
-# One recipe for each launcher is started as a user does; the processes of the others are forked.
-LAUNCHED = ("ddp_launch.py", "ddp_spawn.py", "hvd.py", "single.py")
-
 
 def jobs():
     """(recipe, commands that make one run, how to start them).
 
+    The first of each recipe is started as a user does: a forked process has more modules than the
+    recipe imports.
     Those that name a machine by -nr belong together. The recipes of the other data sets have the
     same commands (test_siblings.py), and test_copy_out.py starts each.
     """
@@ -41,7 +40,8 @@ def jobs():
         groups += [together] if together else []
         for group in groups:
             first = group is groups[0]
-            start = Job if recipe.name in LAUNCHED else ForkedJob
+            can_fork = group[0].startswith(("torchrun ", "horovodrun --gloo "))
+            start = ForkedJob if can_fork and not first else Job
             yield pytest.param(
                 recipe,
                 group,
@@ -138,57 +138,92 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path):
         assert f"'{package}'" not in there
 
 
-SHOW_THREADS = """
+SHOW_POLICIES = """
 
-def say(word, values):
+def say(text):
     import os
 
     # In one write: torchrun starts `python -u`, and the print() of two ranks could mix.
-    os.write(1, f"{word} {sorted(values)}\\n".encode())
+    os.write(1, f"{text}\\n".encode())
 
 
-def threads():
+def policies():
     import contextlib, os
 
-    names, policies = [], set()
+    found = set()
     for task in os.listdir("/proc/self/task"):
         # It may have ended meanwhile.
         with contextlib.suppress(OSError):
-            names.append(open(f"/proc/self/task/{task}/comm").read().strip())
-            policies.add(os.sched_getscheduler(int(task)))
-    return names, policies
+            found.add(os.sched_getscheduler(int(task)))
+    return found
 
 
 """
-# Linux lists a thread that has been joined a moment longer.
-AT_THE_END = """\
-    while any("gloo" in name for name in threads()[0]):
-        pass
-    say("at the end", threads()[0])
-"""
 
 
-def test_gloo_threads(tmp_path):
-    """They end before Python does; all threads have SCHED_BATCH (docs/cpu.md).
-
-    A thread that drops a tensor late can abort the process: pytorch issue 190489.
-    """
+def test_all_threads_have_the_policy_batch(tmp_path):
+    """SCHED_BATCH, see docs/cpu.md."""
     last = "        dist.destroy_process_group()\n"
-    before = "        say('threads', threads()[0])\n        say('policies', threads()[1])\n"
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, before + last)
+    copy = changed_copy(
+        tmp_path, "mnist/ddp_launch.py", last, "        say(f'policies {policies()}')\n" + last
+    )
     path = copy / "ddp_launch.py"
-    text = path.read_text().replace("\n\ndef parse_args", f"{SHOW_THREADS}def parse_args")
-    path.write_text(text + AT_THE_END)
+    path.write_text(
+        path.read_text().replace("\n\ndef parse_args", f"{SHOW_POLICIES}def parse_args")
+    )
     output = run(
         # chrt: tests in this process change it
         "chrt --other 0 torchrun --standalone --nproc-per-node=2 "
         f"{copy}/ddp_launch.py --dry-run --synthetic --device cpu",
         cwd=tmp_path,
     )
-    lines = output.splitlines()
-    assert ["gloo" in line for line in lines if line.startswith("threads ")] == [True, True]
-    assert sum(line.startswith("at the end ") for line in lines) == 2
-    assert output.count(f"policies [{os.SCHED_BATCH}]") == 2
+    assert output.count(f"policies {{{os.SCHED_BATCH}}}") == 2
+
+
+WITNESSES = """
+import atexit, os, threading, time
+
+
+class Witness:
+    def __del__(self, write=os.write):
+        write(1, b"destructor\\n")
+
+
+def late():
+    time.sleep(0.5)
+    os.write(1, b"thread\\n")
+
+
+witness = Witness()
+atexit.register(os.write, 1, b"exit handler\\n")
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --standalone --nproc-per-node=2 {}/fsdp.py",
+        "python {}/ddp_spawn.py -g 2",
+        "horovodrun --gloo -np 2 python {}/hvd.py",
+    ],
+)
+def test_a_rank_ends_without_destructors(command, tmp_path):
+    """It waits for threads and exit handlers; then a late thread of Gloo cannot abort it."""
+    if "horovod" in command:
+        need_horovod("gloo")
+    recipe = command.split("/")[1].split()[0]
+    copy = changed_copy(
+        tmp_path, f"mnist/{recipe}", "\n\ndef parse_args", f"{WITNESSES}\n\ndef parse_args"
+    )
+    output = run(
+        f"{command.format(copy)} --synthetic 128 --epochs 1 --device cpu --log-dir log", tmp_path
+    )
+    # The process that starts those of mp.spawn is no rank.
+    others = "ddp_spawn" in recipe
+    assert output.count("thread\n") == output.count("exit handler\n") == 2 + others
+    assert output.count("destructor\n") == others
+    assert not (tmp_path / "log" / ".in-use").exists()
 
 
 WAITING = """
