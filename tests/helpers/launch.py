@@ -192,7 +192,7 @@ def run(command, cwd, status=0, **environment):
     job = Job(command, cwd, **environment)
     ended_with = job.finish()
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
-    # What gloo prints at the end of a process in which the DDP wrapper outlives the process group
+    # What a thread of Gloo prints when it aborts its process.
     assert "terminate called" not in job.output(), job.output()
     return job.output()
 
