@@ -65,6 +65,8 @@ def test_pin(launcher, tmp_path):
     """Each of two processes has half of the cores, and a thread for each."""
     if not launcher.startswith("torchrun"):
         need_horovod("gloo" if "gloo" in launcher else "mpi")
+    half = len(os.sched_getaffinity(0)) // 2
+    need(half > 0, "two cores")
     # In one write: torchrun starts `python -u`, and two ranks' print() could mix.
     (tmp_path / "show.py").write_text(
         "import os; cores = ' '.join(map(str, os.sched_getaffinity(0)))\n"
@@ -73,7 +75,6 @@ def test_pin(launcher, tmp_path):
     shown = run(f"{launcher} {ROOT}/scripts/pin.sh show.py", tmp_path)
     shares = [list(map(int, numbers.split())) for numbers in re.findall(r"cores ([\d ]+)", shown)]
     assert len(shares) == 2
-    half = len(os.sched_getaffinity(0)) // 2
     assert all(threads == len(own) == half for *own, threads in shares)
     assert len({core for *own, _ in shares for core in own}) == 2 * half, "they share no core"
 
