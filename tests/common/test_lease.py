@@ -8,7 +8,7 @@ import signal
 import pytest
 from forked import compute
 from launch import Job, need, run
-from recipes import ROOT
+from recipes import ROOT, STEP, changed_copy
 
 from common import lease
 
@@ -17,11 +17,18 @@ SINGLE = f"python {ROOT}/mnist/single.py {FLAGS}"
 ENDLESS = "--epochs 100000"
 
 
+def slow(to):
+    """The command for an endless run of few steps, which leaves the cores to other tests."""
+    pause = "            __import__('time').sleep(0.1)\n"
+    copy = changed_copy(to, "mnist/single.py", STEP, pause + STEP)
+    return f"python {copy}/single.py {FLAGS} {ENDLESS}"
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """A job that trains in the folder log of job.folder."""
     folder = tmp_path_factory.mktemp("running")
-    job = Job(f"exec {SINGLE} {ENDLESS}", folder)
+    job = Job(f"exec {slow(folder / 'copy')}", folder)
     job.folder = folder
     job.wait_for("epoch 2/")
     yield job
@@ -70,7 +77,7 @@ def test_nothing_is_left_in_the_folder_of_a_run_that_ended(strategy, tmp_path):
 def test_on_another_machine(tmp_path):
     """A process there cannot be looked at, but its file stays as it is if it died."""
     need(os.geteuid() == 0 and shutil.which("unshare"), "root, for another host name")
-    here = f"{SINGLE} {ENDLESS}"
+    here = slow(tmp_path / "copy")
     there = Job(f"exec unshare --uts bash -c 'hostname there; exec {here}'", tmp_path)
     there.wait_for("epoch 2/")
     said = run(here, tmp_path, status=2)
