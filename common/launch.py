@@ -56,8 +56,8 @@ CAUSES = (
 def plain_exits():
     """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
 
-    SIGUSR2 prints the stacks of all threads. A rank of a launcher ends at the end of the block:
-    nothing behind it runs.
+    SIGUSR2 prints the stacks of all threads. A process that a launcher started ends with the block:
+    no code after it runs.
     """
     # Also where it is ignored for the launcher's sake.
     numbers = [signal.SIGTERM]
@@ -98,14 +98,14 @@ def launched_rank() -> int | None:
 
 
 def end_rank() -> None:
-    """End this process with status 0, and with all that Python does at its end but destructors.
+    """End this process with status 0, as Python would, but without destructors.
 
-    A thread of Gloo that drops a tensor while Python tears itself down aborts the process (pytorch
-    issue 190489). destroy_process_group() does not end these threads while something keeps the
-    group: the caches of DTensor, which FSDP uses; torch.distributed.nn, which DDP imports; a DDP
-    wrapper in a cycle.
+    Gloo has threads of its own. One that drops a tensor while Python destroys its objects aborts
+    the process (pytorch issue 190489). destroy_process_group() ends them only if nothing else keeps
+    the group. The caches of DTensor keep it, which FSDP uses; torch.distributed.nn, which DDP
+    imports; and a DDP wrapper in a cycle.
     """
-    # As multiprocessing ends a process: it waits for threads, then for exit handlers.
+    # Python begins its end with these two: it waits for threads, and calls exit handlers.
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

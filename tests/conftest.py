@@ -24,30 +24,31 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
-    """A function that gives a folder with a real data set: that of CI, or a copy of data/."""
+    """A function that gives the folder of a real data set, which all workers share."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         # The folder of all workers.
         folder = folder.parent
 
     def unpack(dataset):
-        name = FOLDERS[dataset]
         with filelock.FileLock(folder / "real.lock"):
-            if not (folder / name).exists():
-                lay_out(dataset)
+            if not (folder / FOLDERS[dataset]).exists():
+                lay_out(dataset, folder)
         return folder
 
-    def lay_out(dataset):
-        if SHARED_DATA.exists():
-            command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
-            subprocess.run(command, check=True)
-            return
-        name = FOLDERS[dataset]
-        there = (ROOT / "data" / name).exists()
-        need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
-        shutil.copytree(ROOT / "data" / name, folder / name)
-
     return unpack
+
+
+def lay_out(dataset, folder):
+    """Put a real data set into `folder`: that of CI, or a copy of data/."""
+    if SHARED_DATA.exists():
+        command = [sys.executable, SHARED_DATA / "unpack.py", folder, "--only", dataset]
+        subprocess.run(command, check=True)
+        return
+    name = FOLDERS[dataset]
+    there = (ROOT / "data" / name).exists()
+    need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
+    shutil.copytree(ROOT / "data" / name, folder / name)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ ENDLESS = "--epochs 100000"
 
 
 def slow(to):
-    """The command for an endless run of few steps, which leaves the cores to other tests."""
+    """The command for an endless run. A step takes 0.1 s, and leaves the cores to other tests."""
     pause = "            __import__('time').sleep(0.1)\n"
     copy = changed_copy(to, "mnist/single.py", STEP, pause + STEP)
     return f"python {copy}/single.py {FLAGS} {ENDLESS}"

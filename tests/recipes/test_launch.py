@@ -28,10 +28,9 @@ SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
 def jobs():
     """(recipe, commands that make one run, how to start them).
 
-    The first of each recipe is started as a user does: a forked process has more modules than the
-    recipe imports.
     Those that name a machine by -nr belong together. The recipes of the other data sets have the
-    same commands (test_siblings.py), and test_copy_out.py starts each.
+    same commands (test_siblings.py), and test_copy_out.py starts each. The first command of a
+    recipe is started as a user does: a forked process has more modules than the recipe imports.
     """
     for recipe in [recipe for recipe in RECIPES if recipe.parent.name == "mnist"]:
         lines = commands(recipe)
@@ -138,39 +137,23 @@ def test_nothing_is_imported_before_it_is_needed(tmp_path):
         assert f"'{package}'" not in there
 
 
-SHOW_POLICIES = """
+SHOW_POLICIES = """\
+        import contextlib, os
 
-def say(text):
-    import os
-
-    # In one write: torchrun starts `python -u`, and the print() of two ranks could mix.
-    os.write(1, f"{text}\\n".encode())
-
-
-def policies():
-    import contextlib, os
-
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        # It may have ended meanwhile.
-        with contextlib.suppress(OSError):
-            found.add(os.sched_getscheduler(int(task)))
-    return found
-
-
+        policies = set()
+        for task in os.listdir("/proc/self/task"):
+            # It may have ended meanwhile.
+            with contextlib.suppress(OSError):
+                policies.add(os.sched_getscheduler(int(task)))
+        # In one write: torchrun starts `python -u`, and the print() of two ranks could mix.
+        os.write(1, f"policies {policies}\\n".encode())
 """
 
 
 def test_all_threads_have_the_policy_batch(tmp_path):
     """SCHED_BATCH, see docs/cpu.md."""
     last = "        dist.destroy_process_group()\n"
-    copy = changed_copy(
-        tmp_path, "mnist/ddp_launch.py", last, "        say(f'policies {policies()}')\n" + last
-    )
-    path = copy / "ddp_launch.py"
-    path.write_text(
-        path.read_text().replace("\n\ndef parse_args", f"{SHOW_POLICIES}def parse_args")
-    )
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, SHOW_POLICIES + last)
     output = run(
         # chrt: tests in this process change it
         "chrt --other 0 torchrun --standalone --nproc-per-node=2 "
@@ -201,28 +184,30 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("launcher", "recipe"),
     [
-        "torchrun --standalone --nproc-per-node=2 {}/fsdp.py",
-        "python {}/ddp_spawn.py -g 2",
-        "horovodrun --gloo -np 2 python {}/hvd.py",
+        ("torchrun --standalone --nproc-per-node=2", "fsdp.py"),
+        ("horovodrun --gloo -np 2 python", "hvd.py"),
+        ("python", "ddp_spawn.py"),
     ],
 )
-def test_a_rank_ends_without_destructors(command, tmp_path):
+def test_a_rank_ends_without_destructors(launcher, recipe, tmp_path):
     """It waits for threads and exit handlers; then a late thread of Gloo cannot abort it."""
-    if "horovod" in command:
+    if recipe == "hvd.py":
         need_horovod("gloo")
-    recipe = command.split("/")[1].split()[0]
-    copy = changed_copy(
-        tmp_path, f"mnist/{recipe}", "\n\ndef parse_args", f"{WITNESSES}\n\ndef parse_args"
-    )
-    output = run(
-        f"{command.format(copy)} --synthetic 128 --epochs 1 --device cpu --log-dir log", tmp_path
-    )
-    # The process that starts those of mp.spawn is no rank.
-    others = "ddp_spawn" in recipe
-    assert output.count("thread\n") == output.count("exit handler\n") == 2 + others
-    assert output.count("destructor\n") == others
+    before = "\n\ndef parse_args"
+    copy = changed_copy(tmp_path, f"mnist/{recipe}", before, f"{WITNESSES}{before}")
+    flags = "--synthetic 128 --epochs 1 --device cpu --log-dir log"
+    processes = 2
+    ranks = 2
+    if recipe == "ddp_spawn.py":
+        flags += " -g 2"
+        # The one that starts the ranks ends as Python does.
+        processes = 3
+    output = run(f"{launcher} {copy}/{recipe} {flags}", tmp_path)
+    assert output.count("thread\n") == processes
+    assert output.count("exit handler\n") == processes
+    assert output.count("destructor\n") == processes - ranks
     assert not (tmp_path / "log" / ".in-use").exists()
 
 

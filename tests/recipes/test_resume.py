@@ -44,7 +44,7 @@ def start(strategy, folder):
 
 
 def recipe_of(strategy):
-    """The name of its recipe, without .py."""
+    """The name of a strategy's recipe, without .py."""
     return "hvd" if strategy.startswith("hvd") else strategy
 
 
@@ -104,7 +104,7 @@ def test_kills(strategy, tmp_path):
     assert "starting from the beginning" in compute(f"{quick} --log-dir whole", cwd=tmp_path)
     start_job = Job if strategy == "ddp_spawn" else ForkedJob
     draw, folder = random.Random(random_seed()), tmp_path / "part"
-    # Behind each there is a checkpoint before the step that waits.
+    # After each of them there is a checkpoint, before the run waits.
     targets = range(1, (EPOCHS - 1) * STEPS - EVERY)
     for target in sorted(draw.sample(targets, k=KILLS[strategy])):
 

@@ -291,7 +291,7 @@ EVERY = int(os.environ.get("EVERY", 2))
 def test_preempted(waiting_job, cluster, undisturbed):
     """A job that needs both nodes comes again and again; MAX_REQUEUES is not about that."""
     began = time.monotonic()
-    # Longer in all than the preemptions take: the run is never at its end before them.
+    # All steps take longer than all pauses: most preemptions come while it trains.
     step = 1.6 * PREEMPTIONS * EVERY / (10 * EPOCHS)
     job = waiting_job(
         sbatch="--time=30", epoch=EPOCHS - 1, STEP_SECONDS=str(step), MAX_REQUEUES="0"
