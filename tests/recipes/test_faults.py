@@ -7,10 +7,12 @@ import signal
 import numpy as np
 import psutil
 import pytest
+import torch
 from forked import ForkedJob, compute
 from launch import (
     Job,
     checkpoint,
+    need,
     need_horovod,
     on_small_disk,
     place,
@@ -98,6 +100,8 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
 
 def test_a_rank_skips_a_collective(tmp_path):
     """The watchdog ends both ranks; torchfrtrace names the one for which the other waited."""
+    old = torch.__version__.startswith("2.11.")
+    need(not old, "a newer torch: torchfrtrace of 2.11 does not read what ranks of Gloo write")
     line = (
         "            if rank == 1 and position.steps == 14:\n"
         "                __import__('time').sleep(1000)\n"
