@@ -15,14 +15,15 @@ set -euo pipefail
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
+# The command begins with both ignored: else they end a launcher that has no handlers yet, or none any more.
+trap "" USR1 USR2
 "$@" &
 command=$!
 warned=
-# Pass on USR1 every 2 s, until the command has ended: ranks ignore it while they start. Not at once: it would end a
-# launcher that has just begun.
+# Pass on USR1 every 2 s, until the command has ended: launchers and ranks ignore it while they start.
 # shellcheck disable=SC2317  # the traps call it
 stop() {
-    while sleep 2 && kill -USR1 "$command" 2> /dev/null; do :; done &
+    while kill -USR1 "$command" 2> /dev/null; do sleep 2; done &
 }
 trap 'trap "" USR1; warned=yes; stop' USR1  # ignore further ones
 # The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a

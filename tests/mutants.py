@@ -454,6 +454,12 @@ MUTANTS = [
         f"{CLUSTER}test_as_many_requeues_as_it_says",
     ),
     Mutant(
+        "USR1 ends a launcher that has no handlers",
+        "slurm/requeue.sh",
+        {'trap "" USR1 USR2\n"$@" &': '"$@" &'},
+        f"{CLUSTER}test_signals_to_a_launcher_without_handlers",
+    ),
+    Mutant(
         "TERM ends torchrun",
         "slurm/ddp_2nodes.sh",
         {'trap "" USR1 USR2 TERM; exec torchrun': 'trap "" USR1 USR2; exec torchrun'},

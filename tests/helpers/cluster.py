@@ -17,6 +17,9 @@ from recipes import DATASETS, ROOT
 # cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
 
+# States of a job that has not ended for good
+GOING_ON = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}
+
 
 def need_cluster():
     need(
@@ -108,15 +111,18 @@ class SlurmJob:
     def wait_for(self, text, count=1):
         """Return once its log has the regular expression `text`, `count` times."""
         end = time.monotonic() + PATIENCE
+        state = self.shown("JobState")
         while len(re.findall(text, self.log(), re.MULTILINE)) < count:
+            assert state & GOING_ON, f"no '{text}', and it is {state}:\n{self.log()}"
             assert time.monotonic() < end, f"no '{text}' in {PATIENCE} s:\n{self.log()}"
-            time.sleep(0.1)
+            time.sleep(0.5)
+            # Before the log is read again: what a job that has ended wrote is there.
+            state = self.shown("JobState")
 
     def finish(self, state="COMPLETED"):
         """Wait until it, or each task of it, has ended with `state`; returns its log."""
         end = time.monotonic() + PATIENCE
-        going_on = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}
-        while (now := self.shown("JobState")) & going_on:
+        while (now := self.shown("JobState")) & GOING_ON:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
                 pytest.fail(f"it is still {now} after {PATIENCE} s:\n{self.log()}")

@@ -396,6 +396,27 @@ def test_signals_while_python_starts(name, cluster, tmp_path):
     assert "Terminated" not in before and "User defined signal" not in before
 
 
+def test_signals_to_a_launcher_without_handlers(cluster, tmp_path):
+    """They end no launcher that has no handlers yet, or none any more, as mpirun at its end."""
+    (tmp_path / "launcher.py").write_text(
+        "import os, signal, time\n"
+        "print('starts', flush=True)\n"
+        "while not os.path.exists('go-on'):\n"
+        "    time.sleep(0.1)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "signal.sigwait([signal.SIGUSR1])\n"
+    )
+    command = "exec slurm/requeue.sh python launcher.py"
+    job = SlurmJob(cluster, tmp_path, f"--requeue --open-mode=append --wrap '{command}'")
+    job.wait_for("starts")
+    for name in ("USR2", "USR1"):
+        cluster.run(f"scancel --batch --signal={name} {job.id}")
+    (tmp_path / "go-on").touch()
+    job.wait_for("^wrap: queued again, 1 of 10")
+    cluster.run(f"scancel {job.id}")
+    job.finish("CANCELLED")
+
+
 def test_a_job_that_may_not_be_queued_again(waiting_job, cluster):
     """It says so, and why, and not "queued again"."""
     job = waiting_job(sbatch="--no-requeue")
