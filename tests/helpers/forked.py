@@ -35,19 +35,20 @@ CONTEXT.set_forkserver_preload(
 
 
 def torchrun_ranks(size):
-    """The variables that torchrun gives to each of `size` ranks on one machine."""
-    port = str(launch.free_port())
-    return [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        for rank in range(size)
-    ]
+    """The variables that torchrun gives to each rank of one machine, and the store where they meet.
+
+    The store listens on a port that is free, whatever else runs on this machine.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)], store
 
 
 def horovodrun_ranks(size):
@@ -108,7 +109,8 @@ class ForkedJob:
         if words[0] == "torchrun":
             parsed = torch.distributed.run.parse_args(words[1:])
             arguments = [parsed.training_script, *parsed.training_script_args]
-            ranks = torchrun_ranks(int(parsed.nproc_per_node))
+            # The store is there as long as this object is.
+            ranks, self.store = torchrun_ranks(int(parsed.nproc_per_node))
         elif words[:3] == ["horovodrun", "--gloo", "-np"]:
             arguments = words[5:]
             ranks, self.server = horovodrun_ranks(int(words[3]))
