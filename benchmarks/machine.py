@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -58,3 +59,59 @@ def cpu():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def cgroup_folders(root=Path("/")):
+    """The folders of this process's cgroups and of those above them: a limit of each holds.
+
+    Version 1 has a tree of folders per controller, version 2 has one tree. Empty if there is none.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                tree = root / "sys/fs/cgroup" / controller
+                folder = tree / path.lstrip("/")
+                # In a container the path can be that of the host, which is not there.
+                found += [folder, *folder.parents[: len(folder.relative_to(tree).parts)]]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def numbers_in(path):
+    """The numbers in a file of a cgroup, where "max" is infinity; none if there is no such file."""
+    if not path.exists():
+        return []
+    return [math.inf if word == "max" else int(word) for word in path.read_text().split()]
+
+
+def cpu_quota(root=Path("/")):
+    """How many CPUs this process and its neighbours in the cgroup may use at a time."""
+    quotas = [math.inf]
+    for folder in cgroup_folders(root):
+        of_version_1 = numbers_in(folder / "cpu.cfs_quota_us") + numbers_in(
+            folder / "cpu.cfs_period_us"
+        )
+        for quota, period in filter(None, (numbers_in(folder / "cpu.max"), of_version_1)):
+            # Version 1 says -1 for none.
+            if quota > 0:
+                quotas.append(quota / period)
+    return min(quotas)
+
+
+def memory_of_cgroup(root=Path("/")):
+    """(bytes in use, limit) of the cgroup that is nearest to its limit, or (0, infinity).
+
+    The kernel gives up the file cache before it kills a process, so its inactive part is not in
+    use.
+    """
+    found = [(0, math.inf)]
+    for folder in cgroup_folders(root):
+        use = numbers_in(folder / "memory.current") + numbers_in(folder / "memory.usage_in_bytes")
+        limit = numbers_in(folder / "memory.max") + numbers_in(folder / "memory.limit_in_bytes")
+        if use and limit:
+            lines = (folder / "memory.stat").read_text().splitlines()
+            counts = dict(line.split() for line in lines)
+            cache = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+            found.append((use[0] - int(cache), limit[0]))
+    return max(found, key=lambda use_and_limit: use_and_limit[0] / use_and_limit[1])

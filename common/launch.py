@@ -39,8 +39,8 @@ CAUSES = (
     (
         RunError,
         ("Bus error", "unable to allocate shared memory"),
-        "a loader worker found no room in /dev/shm: give the container more "
-        "(docker run --shm-size=8g), or use fewer --workers",
+        "a loader worker found no room in /dev/shm: give the container more (docker run "
+        "--shm-size=8g; in Kubernetes an emptyDir with medium: Memory), or use fewer --workers",
     ),
     (RunError, ("DataLoader worker (pid",), "a loader worker has ended"),
     (

@@ -54,6 +54,10 @@ SMALL = 4
 LARGE = 2**24
 # Times the median: a rank for which all others wait.
 SLOW = 1.25
+# Of a memory limit: the model, its gradients and the optimizer's state come on top.
+NEARLY_FULL = 0.9
+# Where processes meet, as launchers and manifests say it: a name, or a name and a port.
+MEETINGS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "MASTER_ADDR")
 # What to do if each process of such a launcher runs alone, by the variable with their number.
 CURES = {
     "OMPI_COMM_WORLD_SIZE": (
@@ -156,6 +160,18 @@ def faults_of_launch(group):
     return []
 
 
+def check_meetings():
+    """Raise RunError if a name at which the processes are to meet has no address."""
+    for variable in MEETINGS:
+        host = os.environ.get(variable, "").partition(":")[0]
+        if host and not name_resolves(host):
+            raise RunError(
+                f"{variable} is {os.environ[variable]}, and the name {host} does not resolve: in "
+                "Kubernetes it needs a headless Service that selects the pods, with "
+                "publishNotReadyAddresses, and the pods need its name as their subdomain"
+            )
+
+
 def describe(group, own, args):
     """A description of this process, for the others."""
     # The recipe does not see the flags that are the doctor's, too.
@@ -166,6 +182,7 @@ def describe(group, own, args):
         "local_rank": group.local_rank,
         "threads": torch.get_num_threads(),
         "cores": devices.own_cores(),
+        "cpu_quota": machine.cpu_quota(),
         "resolves": name_resolves(socket.gethostname()),
         "shared_memory": shared_memory_left(),
         "device": f"{group.device} ({gpu.name})" if gpu else str(group.device),
@@ -259,15 +276,33 @@ def warnings_of(ranks):
         here = [rank for rank in ranks if rank["host"] == host]
         threads = sum(rank["threads"] for rank in here)
         cores = len({core for rank in here for core in rank["cores"]})
-        if threads > cores:
+        quota = here[0]["cpu_quota"]
+        usable = min(cores, math.ceil(quota))
+        if threads > usable:
+            what = f"a quota of {quota:g} CPUs" if quota < cores else f"{cores} cores"
             yield (
-                f"{len(here)} processes with {threads} threads share {cores} cores of {host}: "
-                f"set OMP_NUM_THREADS={max(1, cores // len(here))}, or start fewer"
+                f"{len(here)} processes with {threads} threads share {what} of {host}: "
+                f"set OMP_NUM_THREADS={max(1, usable // len(here))}, or start fewer"
             )
         if not here[0]["resolves"]:
             yield (
                 f"{host} does not know its own name, so launchers wait or fail: "
                 f"add the line '127.0.0.1 {host}' to /etc/hosts, or its address in the network"
+            )
+
+
+def memory_warnings(ranks, memory, needs):
+    """Yield a warning for each host that will soon be at the memory limit of its cgroup."""
+    for host in sorted({rank["host"] for rank in ranks}):
+        here = [number for number, rank in enumerate(ranks) if rank["host"] == host]
+        use, limit = memory[here[0]]
+        # What is in /dev/shm counts.
+        use += sum(needs[number] for number in here)
+        if use > NEARLY_FULL * limit:
+            yield (
+                f"{host} needs {math.ceil(use / 2**20)} MiB before there is a model, and its "
+                f"memory limit is {int(limit) >> 20} MiB, at which the kernel kills a process: "
+                "raise the limit, or use fewer --workers"
             )
 
 
@@ -282,7 +317,8 @@ def faults_of_shared_memory(ranks, needs):
             faults.append(
                 f"/dev/shm of {host} has {free >> 20} MiB left, and the batches of loader workers "
                 f"take up to {math.ceil(need / 2**20)} MiB: give a container more "
-                "(docker run --shm-size=8g), or use fewer --workers"
+                "(docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory), or use "
+                "fewer --workers"
             )
     return faults
 
@@ -374,6 +410,7 @@ def main():
     def pick_device(local_rank, local_world_size):
         return devices.pick(own.device, local_rank, local_world_size)
 
+    check_meetings()
     watch()
     group = allreduce.join(pick_device)
     # As a recipe does.
@@ -409,6 +446,7 @@ def main():
             f"bus bandwidth {bandwidth / 1e9:.2f} GB/s for {LARGE >> 20} MiB"
         )
     loader = None
+    needs = [0] * group.world_size
     if recipe:
         # A download can take longer than a step.
         faulthandler.cancel_dump_traceback_later()
@@ -424,7 +462,13 @@ def main():
             factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
             say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
-    warnings = [*warnings_of(ranks), *slow_ranks(ranks, [json.loads(text) for text in work])]
+    # Now that the data set and torch's libraries are loaded.
+    memory = group.gather_text(json.dumps(machine.memory_of_cgroup()))
+    warnings = [
+        *warnings_of(ranks),
+        *memory_warnings(ranks, [json.loads(text) for text in memory], needs),
+        *slow_ranks(ranks, [json.loads(text) for text in work]),
+    ]
     for warning in warnings:
         say(f"warning: {warning}")
     but = " but for the warnings" if warnings else ""

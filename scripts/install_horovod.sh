@@ -2,7 +2,7 @@
 # Build Horovod into the Python environment that is active: scripts/install_horovod.sh
 #
 # PYTHON=... picks another interpreter. HOROVOD_SDIST=horovod-0.28.1.tar.gz builds from that file, without a network.
-# Needs a C++ compiler; MPI is built in where mpicxx is found (Debian: openmpi-bin libopenmpi-dev), and NCCL where nvcc
+# Needs g++ and make; MPI is built in where mpicxx is found (Debian: openmpi-bin libopenmpi-dev), and NCCL where nvcc
 # is found (in CUDA_HOME, by default /usr/local/cuda), with or without a GPU: a login node seldom has one.
 # HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. Takes about three minutes on two
 # cores, also with NCCL for one kind of GPU: HOROVOD_BUILD_CUDA_CC_LIST=90 is H100. All kinds take longer.
@@ -33,6 +33,7 @@ trap 'rm -rf "$work"' EXIT
 
 "$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
 command -v "${CXX:-g++}" > /dev/null || { echo "Horovod needs a C++ compiler: apt-get install g++" >&2; exit 2; }
+command -v make > /dev/null || { echo "Horovod needs make: apt-get install make" >&2; exit 2; }
 "$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cffi cmake
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script

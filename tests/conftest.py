@@ -1,3 +1,4 @@
+import functools
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 from cluster import Cluster, need_cluster
 from launch import need
+from pods import build, need_podman
 from recipes import ROOT, SHARED_DATA
 
 # Beside other tests everything can be slow
@@ -56,3 +58,10 @@ def cluster():
     need_cluster()
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def image():
+    """A function that gives the name of the image of a target of the Containerfile."""
+    need_podman()
+    return functools.cache(build)

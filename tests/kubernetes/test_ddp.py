@@ -1,0 +1,147 @@
+"""kubernetes/ddp.yaml on two containers: evicted and killed pods, the weights of two processes."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from forked import compute
+from launch import assert_same, checkpoint, evaluations
+from pods import IndexedJob, Namespace, bytes_of, documents, podman
+from recipes import ROOT
+
+# What has to be said for two small machines without a GPU.
+SMALL = {
+    "--nproc-per-node=4": "--nproc-per-node=1",
+    "cifar10/ddp_amp.py": "mnist/ddp_launch.py",
+    'value: "8"': 'value: "1"',
+    'cpu: "32"': 'cpu: "1"',
+    "memory: 64Gi": "memory: 2Gi",
+    "nvidia.com/gpu: 4": 'cpu: "1"',
+    "sizeLimit: 16Gi": "sizeLimit: 64Mi",
+}
+RECIPE = "            - --checkpoint-every=500\n"
+# Many epochs, each of 10 steps: a fault that comes after the second comes before the last.
+FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
+EPOCHS = 40
+
+
+def manifest(flags, **others):
+    """The documents of the manifest by kind, with flags of the recipe and other changed texts."""
+    lines = "".join(f"            - {flag}\n" for flag in flags.split())
+    found = documents("kubernetes/ddp.yaml", SMALL | {RECIPE: lines} | others)
+    return {document["kind"]: document for document in found}
+
+
+@pytest.fixture
+def namespace(image, tmp_path):
+    with Namespace(tmp_path) as namespace:
+        yield namespace
+
+
+@pytest.fixture
+def start(namespace, image):
+    """A function that starts the job, with flags of the recipe."""
+
+    def start(flags, **others):
+        return IndexedJob(namespace, manifest(flags, **others)["Job"], image("recipes"))
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of the same run on two local processes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = "torchrun --standalone --nproc-per-node=2"
+    compute(f"{command} {ROOT}/mnist/ddp_launch.py {FLAGS} --device=cpu --log-dir=log", folder)
+    return folder / "log"
+
+
+def is_whole(run, undisturbed):
+    """The same bits, and each epoch has one evaluation, of all samples."""
+    assert_same(checkpoint(run)["model"], checkpoint(undisturbed)["model"])
+    names = ("epoch", "step", "train/accuracy", "val/accuracy")
+    assert [[line[name] for name in names] for line in evaluations(run)] == [
+        [line[name] for name in names] for line in evaluations(undisturbed)
+    ]
+
+
+def test_real_images(start, namespace, real_data, tmp_path):
+    """With the defaults, and an eviction in the middle, they train as two local processes do."""
+    data = namespace.claim("data", group=1000)
+    shutil.copytree(real_data("mnist") / "MNIST", data / "MNIST")
+    flags = "--epochs=1 --log-seconds=0"
+    job = start(flags)
+    job.wait_for("^step 100/")
+    job.evict(0)
+    log = job.finish()
+    assert log.count("stopped after a signal") == log.count("resumed from") == 1
+    compute(
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {flags} "
+        f"--device=cpu --data-dir={data} --log-dir=log",
+        tmp_path,
+    )
+    is_whole(namespace.claim("runs", 1000) / "ddp", tmp_path / "log")
+
+
+def test_evicted_pods(start, namespace, undisturbed):
+    """Either pod or both: the run is saved, and their successors go on from there."""
+    job = start(FLAGS)
+    for count, pods in enumerate([[1], [0], [0, 1]], 1):
+        job.wait_for("^epoch 2/" if count == 1 else "^resumed from", max(1, count - 1))
+        job.evict(*pods)
+        job.wait_for("^stopped after a signal", count)
+    log = job.finish()
+    assert log.count("resumed from") == 3
+    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
+
+
+def test_killed_pods(start, namespace, undisturbed):
+    """Either pod or both: the run goes on from the last checkpoint."""
+    job = start(f"{FLAGS} --checkpoint-every=3")
+    for count, pods in enumerate([[1], [0], [0, 1]], 1):
+        job.wait_for("^epoch 2/" if count == 1 else "^resumed from", max(1, count - 1))
+        for index in pods:
+            job.pods[index].kill()
+        job.wait_for("^resumed from", count)
+    log = job.finish()
+    assert "stopped after a signal" not in log
+    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
+
+
+def ranks_of(pod):
+    """The numbers of the processes of the recipe in a pod, as this machine counts them."""
+    lines = podman("top", pod.name, "hpid", "args").splitlines()
+    return [int(line.split()[0]) for line in lines if "ddp_launch.py" in line and " -u " in line]
+
+
+def test_grace_period_shorter_than_a_save(start, namespace, undisturbed):
+    """The pod is killed before it has saved, as its rank stands still: the same."""
+    shorter = {"terminationGracePeriodSeconds: 120": "terminationGracePeriodSeconds: 1"}
+    job = start(f"{FLAGS} --checkpoint-every=3", **shorter)
+    job.wait_for("^epoch 2/")
+    (rank,) = ranks_of(job.pods[1])
+    os.kill(rank, signal.SIGSTOP)
+    job.evict(1)
+    log = job.finish()
+    assert "stopped after a signal" not in log
+    assert log.count("resumed from") == 1
+    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
+
+
+def test_memory_limit(start, namespace, undisturbed):
+    """The kernel kills a rank at the pod's limit: torchrun says so, and starts all ranks again."""
+    job = start(f"{FLAGS} --checkpoint-every=3")
+    job.wait_for("^epoch 2/")
+    pod = job.pods[1]
+    # The kernel kills the process with the highest score first: the rank, and then the greedy one.
+    (rank,) = ranks_of(pod)
+    Path(f"/proc/{rank}/oom_score_adj").write_text("1000")
+    pod.execute("python3", "-c", f"b'x' * {bytes_of('2Gi')}", status=137)
+    log = job.finish()
+    assert "(exitcode: -9)" in log
+    assert log.count("resumed from") == 1
+    assert job.failures == 0
+    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)

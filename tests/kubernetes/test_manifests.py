@@ -1,0 +1,62 @@
+"""The manifests have the fields that Kubernetes, Kubeflow and SkyPilot know, and no others."""
+
+import importlib.util
+import subprocess
+import sys
+
+import yaml
+from kubeflow_trainer_api import models
+from launch import need
+from recipes import ROOT
+
+
+def validate(manifest):
+    """Check it against the schemas of Kubernetes."""
+    command = [sys.executable, "-m", "kubernetes_validate", "--strict", manifest]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def load(name):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def unknown_fields(written, known, path=""):
+    """The fields of a document that are not in what a model has made of it."""
+    if isinstance(written, dict):
+        return [
+            field
+            for name, value in written.items()
+            for field in (
+                unknown_fields(value, known[name], f"{path}/{name}")
+                if isinstance(known, dict) and name in known
+                else [f"{path}/{name}"]
+            )
+        ]
+    if isinstance(written, list):
+        return [
+            field
+            for number, value in enumerate(written)
+            for field in unknown_fields(value, known[number], f"{path}/{number}")
+        ]
+    return []
+
+
+def test_ddp():
+    validate(ROOT / "kubernetes" / "ddp.yaml")
+
+
+def test_trainjob():
+    written = load("kubernetes/trainjob.yaml")
+    job = models.TrainerV1alpha1TrainJob.from_dict(written)
+    assert unknown_fields(written, job.to_dict()) == []
+
+
+def test_skypilot():
+    need(importlib.util.find_spec("sky"), "pip install skypilot")
+    import sky
+
+    task = sky.Task.from_yaml(str(ROOT / "skypilot.yaml"))
+    assert task.num_nodes == 2
+    (machine,) = task.resources
+    assert machine.accelerators == {"A100": 4}

@@ -1,0 +1,81 @@
+"""kubernetes/trainjob.yaml on two containers, with what the runtime gives to torchrun."""
+
+import time
+
+from forked import compute
+from launch import PATIENCE, assert_same, checkpoint
+from pods import Namespace, Pod, documents
+from recipes import ROOT
+
+FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
+SMALL = {
+    "numProcPerNode: 4": "numProcPerNode: 1",
+    "cifar10/ddp_amp.py": "mnist/ddp_launch.py",
+    'value: "8"': 'value: "1"',
+    'cpu: "32"': 'cpu: "1"',
+    "memory: 64Gi": "memory: 2Gi",
+    "nvidia.com/gpu: 4": 'cpu: "1"',
+    "sizeLimit: 16Gi": "sizeLimit: 64Mi",
+    "      - --checkpoint-every=500\n": "".join(f"      - {flag}\n" for flag in FLAGS.split()),
+}
+
+
+def template(spec):
+    """The template of the pods: that of the job over the patch of the runtime torch-distributed."""
+    trainer = spec["trainer"]
+    (patch,) = spec["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    container |= {
+        "command": trainer["command"],
+        "env": trainer["env"],
+        "resources": trainer["resourcesPerNode"],
+    }
+    return {"spec": pod}
+
+
+def test_an_evicted_pod(image, tmp_path):
+    """It saves, and its successor joins the other: the weights of two local processes."""
+    (document,) = documents("kubernetes/trainjob.yaml", SMALL)
+    spec = document["spec"]
+
+    with Namespace(tmp_path) as namespace:
+
+        def start(rank):
+            return Pod(
+                namespace,
+                template(spec),
+                image("recipes"),
+                f"ddp-node-0-{rank}",
+                names=[f"ddp-node-0-{rank}.ddp"],
+                PET_NNODES=str(spec["trainer"]["numNodes"]),
+                PET_NPROC_PER_NODE=str(spec["trainer"]["numProcPerNode"]),
+                PET_NODE_RANK=str(rank),
+                PET_MASTER_ADDR="ddp-node-0-0.ddp",
+                PET_MASTER_PORT="29500",
+            )
+
+        pods = [start(rank) for rank in range(2)]
+        wait_for("epoch 2/", pods[0])
+        assert pods[1].evict().wait(PATIENCE) == 0
+        pods[1] = start(1)
+        for pod in pods:
+            while pod.status() is None:
+                time.sleep(0.2)
+            assert pod.status() == 0, pod.log()
+        assert pods[0].log().count("stopped after a signal") == 1
+        assert pods[0].log().count("resumed from") == 1
+        command = "torchrun --standalone --nproc-per-node=2"
+        compute(
+            f"{command} {ROOT}/mnist/ddp_launch.py {FLAGS} --device=cpu --log-dir=log", tmp_path
+        )
+        run = namespace.claim("runs", 1000) / "ddp"
+        assert_same(checkpoint(run)["model"], checkpoint(tmp_path / "log")["model"])
+
+
+def wait_for(text, pod):
+    end = time.monotonic() + PATIENCE
+    while text not in pod.log():
+        assert time.monotonic() < end, f"no {text} in {PATIENCE} s:\n{pod.log()}"
+        time.sleep(0.2)
