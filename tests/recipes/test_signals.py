@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -106,13 +107,13 @@ def test_more_signals_until_it_has_ended(launcher, tmp_path):
     assert job.output().count("stopped after a signal") == 1
 
 
-def ranks_of(launcher):
-    """The processes in Python that a launcher has started."""
+def importing_torch(launcher):
+    """The processes of a launcher that have begun to import torch."""
     found = []
     for child in psutil.Process(launcher.pid).children():
         # Some end at once, as the programs that torch looks for.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "python" in child.name():
+        with contextlib.suppress(OSError):
+            if "libtorch" in Path(f"/proc/{child.pid}/maps").read_text():
                 found.append(child)
     return found
 
@@ -132,7 +133,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(command, tmp_
     if "hvd" in command:
         need_horovod("mpi")
     job = Job(f"exec {command}", tmp_path)
-    wait_until(lambda: len(ranks_of(job.process)) >= 2, job)
+    wait_until(lambda: len(importing_torch(job.process)) >= 2, job)
     job.process.kill()
     # It checks that no process is left.
     job.finish()
