@@ -277,7 +277,7 @@ def warnings_of(ranks):
         threads = sum(rank["threads"] for rank in here)
         cores = len({core for rank in here for core in rank["cores"]})
         quota = here[0]["cpu_quota"]
-        usable = min(cores, math.ceil(quota))
+        usable = math.ceil(min(cores, quota))
         if threads > usable:
             what = f"a quota of {quota:g} CPUs" if quota < cores else f"{cores} cores"
             yield (
