@@ -24,8 +24,8 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # export NCCL_DEBUG=INFO                    # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0             # when NCCL uses the wrong one
 # export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI uses the wrong one, it hangs at the start
-# --bind-to none: else all threads of a process share one core. odls_base_sigkill_timeout: after TERM each process has
-# 5 s to save, and not 1; mpirun waits that long for each. With Open MPI 5 it has 0.25 s (docs/clusters.md). The other
+# --bind-to none: else all threads of a process share one core. odls_base_sigkill_timeout: after TERM the processes have
+# 5 s to save, and not 1. They get TERM 5 s after mpirun. With Open MPI 5 they have 0.25 s (docs/clusters.md). The other
 # flags are from Horovod's docs
 launch=(mpirun --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib --mca odls_base_sigkill_timeout 5)
 for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do

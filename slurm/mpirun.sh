@@ -25,8 +25,8 @@ for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(MAST
     handed_on+=(-x "$name")
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
-# odls_base_sigkill_timeout: after SIGTERM each process has 5 s to save, and not 1. Open MPI 5 has no such option, and
-# leaves 0.25 s: send mpirun USR1 instead, which it passes on.
+# odls_base_sigkill_timeout: after SIGTERM the processes have 5 s to save, and not 1. They get SIGTERM 5 s after mpirun.
+# Open MPI 5 has no such option, and leaves 0.25 s: send mpirun USR1 instead, which it passes on.
 # The path of mpirun: with it, the other hosts find orted, also one that a module provides.
 # If it uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
 exec "$(command -v mpirun)" --host "$hosts" --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib \

@@ -121,10 +121,11 @@ class Namespace:
 class Pod:
     """A container of the pod template of a manifest, with what a kubelet gives it.
 
-    `names` are further names of it in the network.
+    `names` are further names of it in the network, and `mounts` the folders that an operator
+    mounts: {path: folder}.
     """
 
-    def __init__(self, namespace, template, image, hostname, names=(), **environment):
+    def __init__(self, namespace, template, image, hostname, names=(), mounts=None, **environment):
         spec = template["spec"]
         (container,) = spec["containers"]
         self.namespace = namespace
@@ -161,6 +162,7 @@ class Pod:
             *self.security(spec, container),
             *self.resources(container),
             *self.mounts(spec, container),
+            *(f"--volume={folder}:{path}:ro" for path, folder in (mounts or {}).items()),
             image,
             *arguments,
         )
@@ -221,6 +223,10 @@ class Pod:
         """Its exit status, or None while it runs."""
         state = json.loads(podman("inspect", "--format={{json .State}}", self.name))
         return None if state["Running"] else state["ExitCode"]
+
+    def wait(self):
+        """Its exit status, once it has ended."""
+        return int(podman("wait", self.name))
 
     def log(self):
         done = subprocess.run(

@@ -52,6 +52,44 @@ def test_trainjob():
     assert unknown_fields(written, job.to_dict()) == []
 
 
+def test_mpijob(tmp_path):
+    """The pods are checked by Kubernetes' schemas, the rest by the fields of the operator's types.
+
+    These are from kubeflow/mpi-operator, pkg/apis/kubeflow/v2beta1/types.go.
+    """
+    job = load("kubernetes/mpijob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    assert set(spec) <= {
+        "slotsPerWorker",
+        "runPolicy",
+        "mpiReplicaSpecs",
+        "sshAuthMountPath",
+        "launcherCreationPolicy",
+        "mpiImplementation",
+    }
+    assert set(spec["runPolicy"]) <= {
+        "cleanPodPolicy",
+        "ttlSecondsAfterFinished",
+        "activeDeadlineSeconds",
+        "backoffLimit",
+        "schedulingPolicy",
+        "suspend",
+    }
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    for replica in spec["mpiReplicaSpecs"].values():
+        assert set(replica) == {"replicas", "restartPolicy", "template"}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod"},
+            **replica["template"],
+        }
+        file = tmp_path / "pod.yaml"
+        file.write_text(yaml.safe_dump(pod))
+        validate(file)
+
+
 def test_skypilot():
     need(importlib.util.find_spec("sky"), "pip install skypilot")
     import sky
