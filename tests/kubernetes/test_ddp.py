@@ -86,6 +86,15 @@ def test_real_images(start, namespace, real_data, tmp_path):
     is_whole(namespace.claim("runs", 1000) / "ddp", tmp_path / "log")
 
 
+def test_the_doctor_in_a_running_pod(start):
+    """It finds the name at which the pods meet."""
+    job = start(FLAGS.replace("--epochs=40", "--epochs=100000"))
+    job.wait_for("^epoch 1/")
+    flags = ["--dataset=mnist", "--synthetic=640"]
+    for pod in job.pods.values():
+        assert "all is well" in pod.execute("python", "scripts/doctor.py", *flags)
+
+
 def test_evicted_pods(start, namespace, undisturbed):
     """Either pod or both: the run is saved, and their successors go on from there."""
     job = start(FLAGS)
