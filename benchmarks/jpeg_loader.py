@@ -21,6 +21,7 @@ import torch
 import torchvision
 from torch.utils.data import DataLoader
 from torchvision import transforms
+from torchvision.datasets import ImageFolder
 
 sys.path.insert(1, str(runs.ROOT / "imagenet"))
 import jpegs
@@ -30,11 +31,11 @@ from common.data import EpochSampler
 BATCH, SIZE = 16, 224
 
 
-class DecodeOnly(jpegs.TrainTree):
-    """The crops of a TrainTree, decoded and thrown away."""
+class DecodeOnly(jpegs.TrainImages):
+    """The crops of TrainImages, decoded and thrown away."""
 
     def __getitem__(self, index):
-        self.crop(self.path(index), jpegs.random_box)
+        self.decode(index, self.crop, jpegs.random_box)
         return torch.empty(0), 0
 
 
@@ -78,15 +79,17 @@ def main():
         "--repeats", type=flags.positive_int, default=5, metavar="N", help="runs of each pipeline"
     )
     args = parser.parse_args()
-    tree = jpegs.image_tree(args.data_dir)[0]
-    pipelines = {"usual pipeline": usual(tree)}
+    files, _ = jpegs.find_files(args.data_dir)
+    pipelines = {"usual pipeline": usual(ImageFolder(files.path))}
     for name in jpegs.LOADERS:
-        pipelines[f"--loader {name}"] = recipe_loader(jpegs.TrainTree(tree, SIZE, name))
-        pipelines[f"limit of {name}: decode the crop"] = recipe_loader(DecodeOnly(tree, SIZE, name))
+        pipelines[f"--loader {name}"] = recipe_loader(jpegs.TrainImages(files, SIZE, name))
+        pipelines[f"limit of {name}: decode the crop"] = recipe_loader(
+            DecodeOnly(files, SIZE, name)
+        )
     print(
         f"torch {torch.__version__}, torchvision {torchvision.__version__}, Pillow "
         f"{PIL.__version__}, "
-        f"{os.cpu_count()} cores, {len(tree)} images"
+        f"{os.cpu_count()} cores, {len(files)} images"
     )
     torch.set_num_threads(1)
     rates = {name: [] for name in pipelines}

@@ -1,14 +1,12 @@
-"""ImageNet, or your own images in folders: cropping and decoding to uint8, and the loaders.
+"""ImageNet, or your own images: cropping and decoding to uint8, and the loaders.
 
 The usual pipeline resizes with Pillow and returns normalised float32. Here torch resizes the uint8
 pixels with the same antialiased bilinear filter, and a batch stays uint8, a quarter of the bytes,
 until it is on the device. benchmarks/jpeg_loader.py measures the difference.
 """
 
-import errno
 import functools
-import os
-import zlib
+import io
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import RandomResizedCrop
 
+import archives  # beside this file
+import folders
 from common import devices, flags
 from common.data import EpochSampler, Seeded, TensorLoader
 from common.errors import InputError
@@ -42,17 +40,44 @@ def add_flags(parser):
 def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str):
     """ImageNet, or your own images in the same layout: uint8 [3, size, size] and a label.
 
-    Returns a Dataset for training and one for validation, whose `classes` is the number of
-    classes. With `synthetic`, 256 generated images are repeated to that length, to measure the
-    model alone. Raises InputError if the folders have another layout.
+    They are in folders, or in archives (archives.find). Returns a Dataset for training and one for
+    validation, whose `classes` is the number of classes. With `synthetic`, 256 generated images
+    are repeated to that length, to measure the model alone. Raises InputError for another layout.
     Source: O. Russakovsky et al., 2015.
     """
     if synthetic:
         made = data.generate(min(256, synthetic), channels=3, size=size, seed=seed)
         lengths = (synthetic, max(1, synthetic // 5))
         return tuple(Repeated(*each) for each in zip(made, lengths, strict=True))
-    train, val = image_tree(folder)
-    return TrainTree(train, size, decoder), ValTree(val, size)
+    train, val = find_files(folder)
+    return TrainImages(train, size, decoder), ValImages(val, size)
+
+
+def find_files(folder):
+    """The image files of training and validation, in folders if there are any, or in archives.
+
+    Raises InputError, and names the path, if a class is missing in one of them.
+    """
+    in_folders = Path(folder, "train").is_dir() or Path(folder, "val").is_dir()
+    found = None if in_folders else archives.find(folder)
+    train, val = found or folders.find(folder)
+    if only := set(train.classes) ^ set(val.classes):
+        one = min(only)
+        here, there = (train, val) if one in train.classes else (val, train)
+        raise InputError(
+            f"{there.path}/{one} is missing, but {here.path}/{one} exists: "
+            f"the labels would differ ({len(only)} such classes)"
+        )
+    return train, val
+
+
+def origin(train_set, val_set):
+    """A line that says where the images are."""
+    if isinstance(train_set, Repeated):
+        return f"{len(train_set):,} generated images, of which {len(train_set.images)} differ"
+    return " and ".join(
+        f"{len(each):,} images in {each.files.path}" for each in (train_set, val_set)
+    )
 
 
 def loader(dataset, sampler, batch_size: int, workers: int, device: torch.device):
@@ -92,61 +117,64 @@ class RepeatedLoader(TensorLoader):
             yield [images.index_select(0, batch), labels.index_select(0, batch)]
 
 
-class Tree(Dataset):
-    """The images of an ImageFolder. The paths are one NumPy array, which loader workers share.
+class Images(Dataset):
+    """Images of a Folder or an Archive, and their labels."""
 
-    A list of 1.3 million str would be copied in each worker, as reading an object changes its
-    reference count.
-    """
-
-    def __init__(self, tree, size):
-        self.paths = np.array([os.fsencode(path) for path, _ in tree.samples])
-        self.labels = np.array(tree.targets)
-        self.classes = len(tree.classes)
+    def __init__(self, files, size):
+        self.files = files
+        self.classes = len(files.classes)
         self.size = size
-        self.root = tree.root
 
     def fingerprint(self):
-        """A checksum of the names of all images, and of their classes, which are in the names."""
-        start = len(os.fsencode(self.root))
-        return zlib.crc32(b"\n".join(path[start:] for path in self.paths.tolist()))
+        """A checksum of the names of all images and classes."""
+        return self.files.fingerprint()
 
     def __len__(self):
-        return len(self.labels)
+        return len(self.files)
 
-    def path(self, index):
-        return os.fsdecode(self.paths[index])
+    def decode(self, index, crop, box_of):
+        """`crop` of an image file, and its label; raises InputError, and names the file."""
+        try:
+            return crop(self.files.read(index), box_of), int(self.files.labels[index])
+        except BadImage as error:
+            raise InputError(f"{self.files.where(index)} {error}") from error
 
 
-class TrainTree(Tree):
+class TrainImages(Images):
     """Training images, cropped at random as torchvision's RandomResizedCrop(size), and mirrored.
 
     `loader` is in LOADERS.
     """
 
-    def __init__(self, tree, size, loader):
-        super().__init__(tree, size)
+    def __init__(self, files, size, loader):
+        super().__init__(files, size)
         self.crop = LOADERS[loader]()
 
     def __getitem__(self, index):
         """uint8 [3, size, size] and its label."""
-        image = resize(self.crop(self.path(index), random_box), self.size, self.size)
-        return image.flip(-1) if torch.rand(1).item() < 0.5 else image, int(self.labels[index])
+        image, label = self.decode(index, self.crop, random_box)
+        image = resize(image, self.size, self.size)
+        return image.flip(-1) if torch.rand(1).item() < 0.5 else image, label
 
 
-class ValTree(Tree):
+class ValImages(Images):
     """Validation images, with torchvision's Resize(256 / 224 * size) and CenterCrop(size)."""
 
     def __getitem__(self, index):
         """uint8 [3, size, size] and its label."""
-        image = pillow(self.path(index), lambda height, width: (0, 0, height, width))
+        image, label = self.decode(index, pillow, whole)
         short, sides = int(self.size * 256 / 224), image.shape[-2:]
         height, width = (
             short if side == min(sides) else int(short * side / min(sides)) for side in sides
         )
         top, left = round((height - self.size) / 2), round((width - self.size) / 2)
         image = resize(image, height, width)[:, top : top + self.size, left : left + self.size]
-        return image.contiguous(), int(self.labels[index])
+        return image.contiguous(), label
+
+
+def whole(height, width):
+    """The box (top, left, height, width) of all pixels."""
+    return 0, 0, height, width
 
 
 def random_box(height, width):
@@ -164,38 +192,37 @@ def resize(image, height, width):
     return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
 
 
-def open_image(path):
-    """Return the PIL image of a file, in RGB; raises InputError."""
+class BadImage(ValueError):
+    """A file that cannot be used as an image: what is wrong with it, and what to do."""
+
+
+def open_image(content: bytes):
+    """Return the PIL image of the bytes of a file, in RGB; raises BadImage."""
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(content)) as image:
             image.load()
     except Image.DecompressionBombError as error:
-        raise InputError(f"{path} has too many pixels: {error}") from error
+        raise BadImage(f"has too many pixels: {error}") from error
     except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, OSError) and error.strerror:
-            # The file system says so, and the image may be good.
-            raise InputError(f"{path}: {error.strerror}") from error
-        raise InputError(
-            f"{path} cannot be decoded ({error}): delete it, or fetch it again"
-        ) from error
+        raise BadImage(f"cannot be decoded ({error}): fetch it again, or leave it out") from error
     if image.mode.startswith("I;16"):
         # convert() would cut off all but the darkest 256 of 65,536 grey levels.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise InputError(
-            f"{path} has pixels of 32 bits (mode {image.mode}), whose range is not known: "
+        raise BadImage(
+            f"has pixels of 32 bits (mode {image.mode}), whose range is not known: "
             "convert it to 8 or 16 bits"
         )
     # convert() always copies.
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def pillow(path, box_of):
-    """Crop the image in the file `path` to box_of(height, width), as uint8 [3, height, width].
+def pillow(content, box_of):
+    """Crop the image in the bytes of a file to box_of(height, width): uint8 [3, height, width].
 
-    Pillow decodes the whole image. Raises InputError.
+    Pillow decodes the whole image. Raises BadImage.
     """
-    image = open_image(path)
+    image = open_image(content)
     top, left, height, width = box_of(image.height, image.width)
     return torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(
         2, 0, 1
@@ -220,14 +247,10 @@ def nvimgcodec():
 
     params = codec.DecodeParams(apply_exif_orientation=False)  # like Pillow
 
-    def crop(path, box_of):
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
+    def crop(content, box_of):
         if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
             # It also reads PNG (ImageNet has one), and notices a truncated file.
-            return pillow(path, box_of)
+            return pillow(content, box_of)
         try:
             stream = codec.CodeStream(content)
             top, left, height, width = box_of(stream.height, stream.width)
@@ -236,95 +259,9 @@ def nvimgcodec():
             return torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)
         # decode() returns None for what it cannot decode.
         except (RuntimeError, TypeError) as error:
-            raise InputError(f"{path} cannot be decoded: delete it, or fetch it again") from error
+            raise BadImage("cannot be decoded: fetch it again, or leave it out") from error
 
     return crop
 
 
 LOADERS = {"pillow": lambda: pillow, "nvimgcodec": nvimgcodec}
-
-
-class VisibleFolder(ImageFolder):
-    """An ImageFolder without hidden folders, such as .ipynb_checkpoints.
-
-    Raises OSError for a folder that cannot be listed, whose images ImageFolder leaves out.
-    """
-
-    def find_classes(self, directory):
-        """The visible folders in `directory`, and the numbers of them."""
-        classes, _ = super().find_classes(directory)
-        shown = [name for name in classes if not name.startswith(".")]
-        return shown, {name: number for number, name in enumerate(shown)}
-
-    @staticmethod
-    def make_dataset(directory, class_to_idx, **_):
-        """[(path, number of its class)], in ImageFolder's order."""
-        samples = []
-        for name, number in class_to_idx.items():
-            paths = images_below(os.path.join(directory, name))
-            if not paths:
-                raise FileNotFoundError(f"Found no images of the class {name}")
-            samples += [(path, number) for path in paths]
-        return samples
-
-
-def images_below(folder):
-    """The paths of the image files in `folder`, and in its visible folders; raises OSError."""
-
-    def stop(error):
-        raise error
-
-    walked = []
-    seen = set()
-    for path, folders, names in os.walk(folder, followlinks=True, onerror=stop):
-        real = os.path.realpath(path)
-        if real in seen:
-            # A link leads back: its images would count up to 40 times.
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        walked.append((path, names))
-    return [
-        os.path.join(path, name)
-        for path, names in sorted(walked)
-        for name in sorted(names)
-        if is_image_file(name)
-    ]
-
-
-def image_tree(folder):
-    """Return two torchvision ImageFolders: `folder`/train and `folder`/val, with <class>/*.JPEG.
-
-    Raises InputError, and names the path, if a class is empty or missing in one of them.
-    """
-    trees = []
-    for path in (Path(folder, "train"), Path(folder, "val")):
-        try:
-            trees.append(VisibleFolder(path))
-        except OSError as error:
-            raise InputError(why_no_tree(path, error)) from error
-    if only := set(trees[0].classes) ^ set(trees[1].classes):
-        one = min(only)
-        here, there = ("train", "val") if one in trees[0].classes else ("val", "train")
-        raise InputError(
-            f"{Path(folder, there, one)} is missing, but {Path(folder, here, one)} exists: "
-            f"the labels would differ ({len(only)} such classes)"
-        )
-    return trees
-
-
-def why_no_tree(path, error):
-    """What is wrong with the folder `path` of a tree, and what to do."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_dir():
-        return (
-            f"{path} is missing: --data-dir needs a folder with train/<class>/*.JPEG and "
-            "val/<class>/*.JPEG (ImageNet: https://image-net.org/download); or use --synthetic"
-        )
-    if error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    if any(path.glob("*.JPEG")):
-        return (
-            f"{path} has all images in one folder, as in the archive: sort them by class, with "
-            "https://raw.githubusercontent.com/soumith/imagenetloader.torch/master/valprep.sh"
-        )
-    return f"{path}: {error}: it needs a folder of images for each class"

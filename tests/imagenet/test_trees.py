@@ -14,7 +14,7 @@ from recipes import ROOT
 from torchvision.datasets import ImageFolder
 
 from common.errors import InputError
-from imagenet import jpegs
+from imagenet import folders
 
 SINGLE = f"python {ROOT}/imagenet/single.py"
 
@@ -38,14 +38,14 @@ def test_hidden_folders_are_no_classes_and_no_images(tree):
     for hidden in (shown / ".ipynb_checkpoints", tree / "train" / ".thumbnails"):
         hidden.mkdir()
         shutil.copy(shown / "0.png", hidden)
-    train, val = jpegs.image_tree(tree)
+    train, val = folders.find(tree)
     assert len(train) == len(val) == 8
     assert train.classes == ["cat", "dog"]
 
 
 def test_a_tree_within_a_hidden_folder(tree):
     moved = tree.rename(tree.parent / ".data")
-    train, _ = jpegs.image_tree(moved)
+    train, _ = folders.find(moved)
     assert len(train) == 8
 
 
@@ -57,23 +57,24 @@ def test_a_link_that_leads_back(tmp_path):
         (folder / "1.png").touch()
     (tmp_path / "tree" / "train" / "cat" / "again").symlink_to(".")
     with pytest.raises(InputError, match="train/cat/again: Too many levels of symbolic links"):
-        jpegs.image_tree(tmp_path / "tree")
+        folders.find(tmp_path / "tree")
 
 
 def test_the_order_of_images_is_that_of_torchvision(tree):
     for name in ("b/9.png", "b/10.png", "a/1.PNG", "b.png"):
         (tree / "train" / "dog" / name).parent.mkdir(exist_ok=True)
         shutil.copy(tree / "train" / "dog" / "0.png", tree / "train" / "dog" / name)
-    assert jpegs.image_tree(tree)[0].samples == ImageFolder(tree / "train").samples
+    found, _ = folders.find(tree)
+    usual = ImageFolder(tree / "train")
+    assert [os.fsdecode(path) for path in found.paths] == [path for path, _ in usual.samples]
+    assert found.labels.tolist() == usual.targets
 
 
 def test_a_large_tree_is_two_arrays(tree):
     """Each worker would copy a Python object, as reading it writes its reference count."""
-    folder = jpegs.image_tree(tree)[0]
-    train_set = jpegs.TrainTree(folder, 32, "pillow")
-    assert isinstance(train_set.paths, np.ndarray) and train_set.paths.dtype.kind == "S"
-    assert isinstance(train_set.labels, np.ndarray)
-    assert [os.fsdecode(path) for path in train_set.paths] == [path for path, _ in folder.samples]
+    found, _ = folders.find(tree)
+    assert isinstance(found.paths, np.ndarray) and found.paths.dtype.kind == "S"
+    assert isinstance(found.labels, np.ndarray)
 
 
 def as_nobody(folder, function, *arguments):
@@ -101,16 +102,16 @@ def test_a_folder_that_may_not_be_listed(hidden, tree):
     """Left out, its images would be missing on one machine, perhaps."""
     (tree / "train" / "cat" / "more").mkdir()
     shutil.copy(tree / "train" / "cat" / "0.png", tree / "train" / "cat" / "more")
-    assert as_nobody(tree, jpegs.image_tree, ".") == ""
+    assert as_nobody(tree, folders.find, ".") == ""
     (tree / hidden).chmod(0)
-    says = as_nobody(tree, jpegs.image_tree, ".")
+    says = as_nobody(tree, folders.find, ".")
     assert says == f"InputError: {hidden}: Permission denied"
 
 
 def test_an_image_that_may_not_be_read(tree):
-    folder = tree / "train" / "cat"
-    (folder / "0.png").chmod(0)
-    assert as_nobody(folder, jpegs.open_image, "0.png") == "InputError: 0.png: Permission denied"
+    (tree / "train" / "cat" / "0.png").chmod(0)
+    says = as_nobody(tree, lambda: folders.find(".")[0].read(0))
+    assert says == "InputError: train/cat/0.png: Permission denied"
 
 
 def flat(tree):

@@ -1,0 +1,492 @@
+"""Images in the archives that they come in: nothing is unpacked.
+
+A tar is not compressed, so each image in it is a range of bytes, and a zip is much the same. One
+pass over the headers finds the ranges, and an index beside the archive keeps them. Images have the
+names and the order that they would have in folders.
+"""
+
+import csv
+import errno
+import io
+import json
+import os
+import posixpath
+import struct
+import tarfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from torchvision.datasets.folder import is_image_file
+from tqdm import tqdm
+
+from common import lease
+from common.errors import InputError
+from common.files import write_atomically
+from common.log import show
+
+# Of the index: another number, and it is made again.
+FORMAT = 1
+# Kaggle's zip, and the archives of image-net.org with their sizes in bytes.
+ZIP = "imagenet-object-localization-challenge.zip"
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+SIZES = {TRAIN: 147_897_477_120, VAL: 6_744_924_160}
+DEVKIT = "ILSVRC2012_devkit_t*.tar.gz"
+COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"\xfd7zXZ": "unxz",
+    b"BZh": "bunzip2",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+}
+# A file in a zip begins with a header of this form, its name, and a field of any length.
+ZIP_HEADER = struct.Struct("<26x2H")
+
+
+class Entry(NamedTuple):
+    """A file in an archive: its name, and where it is; `crc` and `deflated` are of a zip."""
+
+    name: str
+    offset: int
+    size: int
+    crc: int = 0
+    deflated: bool = False
+
+
+class Archive:
+    """The images of `split` (train or val) in an archive, in the order of folders.
+
+    `labels` is an int array, `classes` a list of names. `class_of` returns {stem of a file: its
+    class}, for archives without folders. The index is memory-mapped, and all processes share it.
+    Raises InputError.
+    """
+
+    def __init__(self, path: Path, split: str, class_of=None):
+        self.path = path
+        self.descriptor = None
+        self.stat = stat_of(path)
+        index = usable_index(path, split, self.stat)
+        if index is None:
+            index = make_index(path, split, self.stat, class_of)
+        self.header, self.records = index
+        self.labels = self.records["label"]
+        self.classes = self.header["classes"]
+
+    def __len__(self):
+        return len(self.records)
+
+    def fingerprint(self) -> int:
+        """That of folders with the same images."""
+        return self.header["fingerprint"]
+
+    def where(self, index: int) -> str:
+        """The archive, the name of an image in it, and its offset in bytes."""
+        record = self.records[index]
+        changed = "" if self.is_unchanged() else " (which has changed during the run)"
+        return f"{self.path}{changed}:{os.fsdecode(record['name'])} at offset {record['offset']}"
+
+    def is_unchanged(self):
+        try:
+            return stat_of(self.path) == self.stat
+        except InputError:
+            return False
+
+    def read(self, index: int) -> bytes:
+        """The bytes of an image file; raises InputError."""
+        record = self.records[index]
+        offset = int(record["offset"])
+        size = int(record["size"])
+        if not is_zip(self.path):
+            return self._pread(index, size, offset)
+        # The length of the header is in the header. Mostly one read has all of it.
+        guess = 1024
+        content = self._pread(index, guess + size, offset, at_least=30)
+        start = ZIP_HEADER.size + sum(ZIP_HEADER.unpack_from(content))
+        content = content[start : start + size]
+        if len(content) < size:
+            content = self._pread(index, size, offset + start)
+        try:
+            if record["deflated"]:
+                content = zlib.decompress(content, wbits=-15)
+        except zlib.error as error:
+            raise InputError(f"{self.where(index)}: {error}: fetch the archive again") from error
+        if zlib.crc32(content) != record["crc"]:
+            raise InputError(f"{self.where(index)}: its CRC is wrong: fetch the archive again")
+        return content
+
+    def _pread(self, index, size, offset, at_least=None):
+        """`size` bytes at `offset`, of which the file has `at_least` so many."""
+        try:
+            content = self._pread_again(size, offset)
+        except OSError as error:
+            raise InputError(f"{self.where(index)}: {error.strerror}") from error
+        if len(content) < (size if at_least is None else at_least):
+            raise InputError(f"{self.where(index)}: the archive ends before it")
+        return content
+
+    def _pread_again(self, size, offset):
+        """os.pread, once more after an error that a network file system may have for a moment."""
+        try:
+            return os.pread(self._opened(), size, offset)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ESTALE):
+                raise
+        # The old one stays open: another thread may use it.
+        self.descriptor = None
+        return os.pread(self._opened(), size, offset)
+
+    def _opened(self):
+        """The descriptor of the archive: pread has no position, so workers and threads share it."""
+        if self.descriptor is None:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            if not self.is_unchanged():
+                raise InputError(f"{self.path} has changed during the run: start it again")
+            self.descriptor = descriptor
+        return self.descriptor
+
+    def __getstate__(self):
+        # For processes that are not forked: they open and map their own.
+        return self.__dict__ | {
+            "descriptor": None,
+            "records": self.records.filename,
+            "labels": None,
+        }
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.header, self.records = read_index(Path(state["records"]))
+        self.labels = self.records["label"]
+
+
+def find(folder: str) -> tuple[Archive, Archive] | None:
+    """The archives of train and val in `folder`; None if there are none. Raises InputError."""
+    folder = Path(folder)
+
+    def labels_of_devkit():
+        return devkit_classes(folder)
+
+    def labels_of_kaggle():
+        return kaggle_classes(folder / ZIP)
+
+    if (folder / ZIP).exists():
+        # First what is quick to find missing.
+        val = Archive(folder / ZIP, "val", labels_of_kaggle)
+        return Archive(folder / ZIP, "train"), val
+    for train, val in ((TRAIN, VAL), ("train.tar", "val.tar")):
+        there = [name for name in (train, val) if (folder / name).exists()]
+        if len(there) == 1:
+            (missing,) = {train, val} - set(there)
+            raise InputError(f"{folder / missing} is missing, but {folder / there[0]} exists")
+        if there:
+            val = Archive(folder / val, "val", labels_of_devkit)
+            return Archive(folder / train, "train"), val
+    return None
+
+
+def devkit_classes(folder):
+    """{stem of a validation image: its class}, from the devkit; raises InputError."""
+    paths = sorted(folder.glob(DEVKIT))
+    if not paths:
+        raise InputError(
+            f"{folder} has no {DEVKIT}, which has the labels of {VAL}: "
+            "fetch it from https://image-net.org/download"
+        )
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise InputError(f"the labels in {paths[0]} need SciPy: pip install scipy") from error
+    try:
+        with tarfile.open(paths[0]) as devkit:
+            files = {posixpath.basename(member.name): member for member in devkit}
+            meta = devkit.extractfile(files["meta.mat"]).read()
+            truth = devkit.extractfile(files["ILSVRC2012_validation_ground_truth.txt"]).read()
+        synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
+    except (OSError, EOFError, KeyError, ValueError, tarfile.TarError, zlib.error) as error:
+        raise InputError(f"{paths[0]} is damaged ({error}): fetch it again") from error
+    names = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
+    return {
+        f"ILSVRC2012_val_{number:08}": names[int(label)]
+        for number, label in enumerate(truth.split(), 1)
+    }
+
+
+def kaggle_classes(path):
+    """{stem of a validation image: its class}, from the CSV file in or beside Kaggle's zip."""
+    name = "LOC_val_solution.csv"
+    beside = path.with_name(name)
+    try:
+        if beside.exists():
+            text = beside.read_text()
+        else:
+            with zipfile.ZipFile(path) as archive:
+                text = archive.read(name).decode()
+    except (KeyError, OSError, zipfile.BadZipFile) as error:
+        raise InputError(
+            f"{beside} is missing, which has the labels of validation, and {path} has none: "
+            "fetch it from the same page"
+        ) from error
+    rows = csv.DictReader(io.StringIO(text))
+    return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+
+
+def is_zip(path):
+    return path.suffix == ".zip"
+
+
+def stat_of(path):
+    """(size in bytes, time of the last change in ns) of a file; raises InputError."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def index_paths(path, split):
+    """Where the index of an archive may be: beside it, or in the cache folder of this user."""
+    name = f"{path.name}.{split}.index"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    of_this_archive = blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
+    return path.with_name(name), cache / "imagenet-archives" / of_this_archive / name
+
+
+def usable_index(path, split, stat):
+    """The index of an archive as it is now: (header, records), or None."""
+    for index in index_paths(path, split):
+        try:
+            header, records = read_index(index)
+        except (OSError, ValueError, KeyError, TypeError):
+            # It is missing, or of another format, or damaged.
+            continue
+        if (header["format"], header["stat"]) == (FORMAT, stat):
+            return header, records
+    return None
+
+
+def read_index(path):
+    """(header, records) of an index. Raises OSError, or ValueError and others for another file."""
+    with open(path, "rb") as file:
+        header = json.loads(file.readline())
+        start = file.tell()
+    records = np.memmap(path, record_type(header["longest"]), "r", start)
+    if zlib.crc32(records) != header["crc"]:
+        raise ValueError("damaged")
+    return header, records
+
+
+def record_type(longest):
+    """The dtype of an image in an index; `longest` is the number of bytes of the longest name."""
+    return np.dtype(
+        [
+            ("offset", "<i8"),
+            ("size", "<i8"),
+            ("label", "<i4"),
+            ("crc", "<u4"),
+            ("deflated", "?"),
+            ("name", f"S{longest}"),
+        ]
+    )
+
+
+def make_index(path, split, stat, class_of):
+    """Make the index of an archive, or wait for the process that does. Raises InputError."""
+    beside, in_cache = index_paths(path, split)
+    to = beside if os.access(path.parent, os.W_OK) else in_cache
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with lease.held(to.with_name(f".{to.name}.lock")):
+            if usable_index(path, split, stat) is None:
+                write_index(path, split, stat, class_of, to)
+    except OSError as error:
+        raise InputError(
+            f"cannot write the index {to} ({error.strerror}): "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    index = usable_index(path, split, stat)
+    if index is None:
+        raise InputError(f"{path} changes while its index is made: wait until it is complete")
+    return index
+
+
+def write_index(path, split, stat, class_of, to):
+    """Find the images of an archive, and write the index `to`."""
+    show(f"making the index of {path} for {split}, once ({stat[0] / 1e9:.2f} GB)")
+    start = time.perf_counter()
+    with tqdm(total=stat[0], unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        images = images_in(path, split, bar)
+    images = with_classes(images, path, class_of)
+    classes = sorted({name.partition("/")[0] for name, _ in images})
+    number_of = {name: number for number, name in enumerate(classes)}
+
+    def in_order_of_folders(image):
+        name, _ = image
+        return number_of[name.partition("/")[0]], posixpath.dirname(name), posixpath.basename(name)
+
+    images.sort(key=in_order_of_folders)
+    names = [os.fsencode(name) for name, _ in images]
+    records = np.empty(len(images), record_type(max(map(len, names))))
+    records["name"] = names
+    records["label"] = [number_of[name.partition("/")[0]] for name, _ in images]
+    for field in ("offset", "size", "crc", "deflated"):
+        records[field] = [getattr(entry, field) for _, entry in images]
+    header = {
+        "format": FORMAT,
+        "stat": stat,
+        "classes": classes,
+        "longest": max(map(len, names)),
+        "crc": zlib.crc32(records),
+        "fingerprint": zlib.crc32(b"\n".join(b"/" + name for name in names)),
+    }
+    write_atomically(to, json.dumps(header).encode() + b"\n" + records.tobytes())
+    seconds = time.perf_counter() - start
+    show(f"{to} has {len(images):,} images of {len(classes):,} classes, after {seconds:.1f} s")
+
+
+def images_in(path, split, bar):
+    """[(name as in a folder of `split`, Entry)], without hidden folders. Raises InputError."""
+    entries = zip_entries(path) if is_zip(path) else tar_entries(path, bar)
+    found = []
+    for entry in entries:
+        name = posixpath.normpath(entry.name)
+        *folders, last = name.split("/")
+        # A tar is of one split, a zip has all.
+        of_split = split in folders or not is_zip(path)
+        hidden = any(folder.startswith(".") for folder in folders)
+        if of_split and not hidden and is_image_file(last):
+            found.append((name, entry))
+    if not found:
+        raise InputError(f"{path} has no images for {split}: it needs {split}/<class>/*.JPEG")
+    # tar cf train.tar train, or a folder above it.
+    shared = posixpath.commonpath([posixpath.dirname(name) for name, _ in found])
+    if split in shared.split("/"):
+        start = shared.split("/").index(split) + 1
+        found = [("/".join(name.split("/")[start:]), entry) for name, entry in found]
+    return found
+
+
+def with_classes(images, path, class_of):
+    """`images`, where each name begins with its class; raises InputError."""
+    if all("/" in name for name, _ in images):
+        return images
+    if class_of is None:
+        flat = next(name for name, _ in images if "/" not in name)
+        raise InputError(f"{path}:{flat} is in no folder: it needs <class>/*.JPEG")
+    classes = class_of()
+    unknown = [name for name, _ in images if posixpath.splitext(name)[0] not in classes]
+    if unknown:
+        raise InputError(f"{path}:{unknown[0]} has no label ({len(unknown)} such images)")
+    return [(f"{classes[posixpath.splitext(name)[0]]}/{name}", entry) for name, entry in images]
+
+
+def zip_entries(path) -> Iterator[Entry]:
+    """The files in a zip; an offset is that of the header. Raises InputError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = archive.infolist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: {error}, or it was cut off: fetch it again") from error
+    for info in infos:
+        if info.is_dir():
+            continue
+        if (
+            info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            or info.flag_bits & 1
+        ):
+            raise InputError(
+                f"{path}:{info.filename} is encrypted, or compressed by another method than "
+                "deflate: pack it again, without"
+            )
+        deflated = info.compress_type == zipfile.ZIP_DEFLATED
+        yield Entry(info.filename, info.header_offset, info.compress_size, info.CRC, deflated)
+
+
+def tar_entries(path, bar) -> Iterator[Entry]:
+    """The files in a tar, and in tars in it, whose names become folders. Raises InputError."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(6)
+            for magic, program in COMPRESSED.items():
+                if begin.startswith(magic):
+                    raise InputError(
+                        f"{path} is compressed, and an image in it is no range of bytes: "
+                        f"{program} it (JPEGs are as small without)"
+                    )
+            yield from entries_between(file, 0, os.fstat(file.fileno()).st_size, path, bar)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from error
+
+
+def entries_between(file, start, end, path, bar):
+    """The entries of the tar from `start` to `end` in a file."""
+    found = {}
+    links = {}
+    for member in members_between(file, start, end, path):
+        if member.islnk():
+            links[member.name] = member.linkname
+        elif member.issym():
+            links[member.name] = posixpath.join(posixpath.dirname(member.name), member.linkname)
+        elif member.isreg() and member.name.endswith(".tar"):
+            begin = member.offset_data
+            folder = member.name.removesuffix(".tar")
+            for entry in entries_between(file, begin, begin + member.size, path, bar):
+                yield entry._replace(name=f"{folder}/{entry.name}")
+        elif member.isreg():
+            entry = Entry(member.name, member.offset_data, member.size)
+            found[posixpath.normpath(member.name)] = entry
+            yield entry
+        bar.update(member.offset_data - bar.n)
+    for name, target in links.items():
+        file_of_link = found.get(posixpath.normpath(target))
+        if file_of_link is None:
+            raise InputError(
+                f"{path}:{name} is a link to {target}, which is no file in the archive: "
+                "pack it with tar --dereference"
+            )
+        yield file_of_link._replace(name=name)
+
+
+def members_between(file, start, end, path):
+    """The members of the tar from `start` to `end` of a file; a whole one ends with zeros.
+
+    tarfile reads the headers. Its own iterator takes a cut or damaged header for the end.
+    """
+    tar = tarfile.TarFile(fileobj=io.BytesIO(bytes(tarfile.RECORDSIZE)))
+    tar.fileobj = file
+    tar.offset = start
+    while True:
+        offset = tar.offset
+        missing = offset + tarfile.BLOCKSIZE - end
+        if missing > 0:
+            raise InputError(cut_off(path, missing))
+        file.seek(offset)
+        if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+            return
+        file.seek(offset)
+        try:
+            member = tarfile.TarInfo.fromtarfile(tar)
+        except (tarfile.TarError, ValueError) as error:
+            if file.tell() >= end:
+                raise InputError(cut_off(path, tarfile.BLOCKSIZE)) from error
+            if offset == 0:
+                raise InputError(f"{path} is no tar archive ({error})") from error
+            raise InputError(
+                f"{path} is damaged at offset {offset} ({error}): fetch it again"
+            ) from error
+        missing = member.offset_data + member.size - end
+        if missing > 0 and member.isreg():
+            raise InputError(cut_off(path, missing))
+        yield member
+
+
+def cut_off(path, missing):
+    """What to say of a tar that ends too early."""
+    whole = SIZES.get(path.name)
+    if whole:
+        missing = whole - os.path.getsize(path)
+    least = "" if whole else "at least "
+    return f"{path} was cut off: {least}{missing:,} bytes are missing: fetch it again"

@@ -1,0 +1,462 @@
+"""Images in archives: the same as in folders, and what is said of damaged archives."""
+
+import errno
+import io
+import os
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import ForkedJob, compute
+from launch import assert_same, checkpoint, need, place, wait_until
+from PIL import Image
+from recipes import ROOT, waiting_copy
+
+import archives
+from common.errors import InputError
+from imagenet import folders, jpegs
+
+CLASSES = ["n01440764", "n01443537", "n02085620"]
+
+
+def jpeg(random):
+    file = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (40, 50, 3), np.uint8)).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Three classes with the names of ImageNet, 8 images of each to train, 2 to validate."""
+    folder = tmp_path_factory.mktemp("tree")
+    random = np.random.default_rng(0)
+    for number, name in enumerate(CLASSES):
+        for split, count in (("train", 8), ("val", 2)):
+            (folder / split / name).mkdir(parents=True)
+            for image in range(count):
+                of_split = {
+                    "train": f"{name}_{image * 7}.JPEG",
+                    # Neighbours are of different classes.
+                    "val": f"ILSVRC2012_val_{image * len(CLASSES) + number + 1:08}.JPEG",
+                }
+                (folder / split / name / of_split[split]).write_bytes(jpeg(random))
+    return folder
+
+
+def pack(path, files, **options):
+    """Write a tar of {name: Path or bytes}."""
+    with tarfile.open(path, "w", **options) as archive:
+        for name, content in files.items():
+            if isinstance(content, Path):
+                content = content.read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def files_of(folder, prefix=""):
+    """{name in the archive: Path} of the images in `folder`/<class>/."""
+    return {f"{prefix}{path.relative_to(folder)}": path for path in sorted(folder.glob("*/*"))}
+
+
+def flat(folder):
+    """The same, all in one folder."""
+    return {path.name: path for path in sorted(folder.glob("*/*"), key=lambda path: path.name)}
+
+
+def write_devkit(to):
+    """The devkit of these classes: a tree of synsets in a MATLAB file, and a label in each line."""
+    scipy_io = pytest.importorskip("scipy.io")
+    # The synsets are not in the order of their names, and the last one is no class.
+    order = [CLASSES[2], CLASSES[0], CLASSES[1], "n00001740"]
+    kinds = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O")]
+    kinds += [("num_children", "O"), ("children", "O"), ("wordnet_height", "O")]
+    kinds += [("num_train_images", "O")]
+    synsets = np.empty((len(order), 1), kinds)
+    for number, name in enumerate(order, 1):
+        children = [1, 2, 3] if number == len(order) else []
+        synsets[number - 1, 0] = (number, name, "words", "gloss", len(children), children, 0, 8)
+    meta = io.BytesIO()
+    scipy_io.savemat(meta, {"synsets": synsets})
+    truth = "".join(f"{order.index(CLASSES[number % len(CLASSES)]) + 1}\n" for number in range(6))
+    folder = "ILSVRC2012_devkit_t12/data"
+    pack_gz = {
+        f"{folder}/meta.mat": meta.getvalue(),
+        f"{folder}/ILSVRC2012_validation_ground_truth.txt": truth.encode(),
+    }
+    with tarfile.open(to / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as archive:
+        for name, content in pack_gz.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def original(tree, to):
+    """The three files of image-net.org."""
+    inner = {}
+    for name in CLASSES[::-1]:
+        pack(to / "inner.tar", flat_class(tree / "train" / name))
+        inner[f"{name}.tar"] = (to / "inner.tar").read_bytes()
+    (to / "inner.tar").unlink()
+    pack(to / archives.TRAIN, inner)
+    pack(to / archives.VAL, flat(tree / "val"))
+    write_devkit(to)
+
+
+def flat_class(folder):
+    return {path.name: path for path in sorted(folder.iterdir(), reverse=True)}
+
+
+def of_folders(tree, to):
+    """train.tar and val.tar, as `tar --create --file train.tar train` makes them."""
+    for split in ("train", "val"):
+        pack(to / f"{split}.tar", files_of(tree / split, f"./{split}/"))
+
+
+def kaggle(method):
+    def write(tree, to):
+        with zipfile.ZipFile(to / archives.ZIP, "w", method) as archive:
+            for split, files in (
+                ("train", files_of(tree / "train")),
+                ("val", flat(tree / "val")),
+            ):
+                for name, path in files.items():
+                    archive.write(path, f"ILSVRC/Data/CLS-LOC/{split}/{name}")
+            archive.writestr("ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG", b"")
+            archive.writestr("ILSVRC/Annotations/CLS-LOC/val/ILSVRC2012_val_00000001.xml", b"")
+            rows = [
+                f"{path.stem},{path.parent.name} 1 2 3 4" for path in flat(tree / "val").values()
+            ]
+            text = "\n".join(["ImageId,PredictionString", *rows])
+            archive.writestr("LOC_val_solution.csv", text)
+
+    return write
+
+
+LAYOUTS = {
+    "tar of tars": original,
+    "tar of folders": of_folders,
+    "zip, stored": kaggle(zipfile.ZIP_STORED),
+    "zip, deflated": kaggle(zipfile.ZIP_DEFLATED),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def archived(request, tree, tmp_path):
+    """A folder with the images of `tree` in archives."""
+    (tmp_path / "archives").mkdir()
+    LAYOUTS[request.param](tree, tmp_path / "archives")
+    return tmp_path / "archives"
+
+
+@pytest.mark.check
+def test_archives_are_as_folders(archived, tree):
+    for folder, archive in zip(folders.find(tree), archives.find(archived), strict=True):
+        assert archive.classes == folder.classes == CLASSES
+        assert archive.labels.tolist() == folder.labels.tolist()
+        assert archive.fingerprint() == folder.fingerprint()
+        for index in range(len(folder)):
+            assert archive.read(index) == folder.read(index)
+            path = Path(folder.where(index)).relative_to(folder.path)
+            assert f":{path} at offset " in archive.where(index)
+
+
+FLAGS = "--arch lenet --image-size 32 -b 4 -j 1 --epochs 2 --device cpu --lr 0.01"
+COMMANDS = {
+    "one process": f"python {ROOT}/imagenet/single.py --global-batch-size 4",
+    "two processes": (
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/imagenet/ddp_launch.py"
+        " --global-batch-size 4"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tree, tmp_path_factory):
+    """A function: the weights of two epochs from folders, by a command."""
+    found = {}
+
+    def train(name, loader):
+        if (name, loader) not in found:
+            folder = tmp_path_factory.mktemp("trained")
+            flags = f"{FLAGS} --data-dir {tree} --loader {loader} --log-dir log"
+            compute(f"{COMMANDS[name]} {flags}", folder)
+            found[name, loader] = checkpoint(folder / "log")["model"]
+        return found[name, loader]
+
+    return train
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_weights_are_those_from_folders(name, loader, archived, trained, tmp_path):
+    """Bit by bit, also of a run that begins on folders and goes on from archives in its epoch."""
+    flags = f"{FLAGS} --data-dir {archived} --loader {loader} --log-dir log"
+    said = compute(f"{COMMANDS[name]} {flags}", tmp_path)
+    assert "24 images in" in said and "6 images in" in said
+    assert said.count("making the index") == 2
+    assert_same(checkpoint(tmp_path / "log")["model"], trained(name, loader))
+
+
+def test_from_folders_to_archives_within_an_epoch(tree, trained, tmp_path):
+    flags = f"{FLAGS} --global-batch-size 4 --checkpoint-every 2 --log-dir log"
+    copy = waiting_copy(tmp_path, "imagenet/single.py", steps=3)
+    job = ForkedJob(f"python {copy}/single.py {flags} --data-dir {tree}", cwd=tmp_path)
+    wait_until(lambda: "waits" in job.output(), job)
+    job.kill()
+    assert job.finish() != 0
+    assert place(checkpoint(tmp_path / "log")) == (0, 8)
+    (tmp_path / "archives").mkdir()
+    original(tree, tmp_path / "archives")
+    flags += " --data-dir archives --resume auto"
+    said = compute(f"python {ROOT}/imagenet/single.py {flags}", tmp_path)
+    assert "resumed from log/last.pt at epoch 1, sample 8" in said
+    assert_same(checkpoint(tmp_path / "log")["model"], trained("one process", "pillow"))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_forms_of_tar(form, tree, tmp_path):
+    """Long names, names that are no UTF-8, links, and folders: what else a tar can have."""
+    image = next((tree / "train" / CLASSES[0]).iterdir())
+    long = f"cat/{'d' * 90}/{'e' * 90}/1.jpeg"
+    names = ["train/cat/1.png", "train/cat/.hidden/1.png", f"train/{long}", "train/dog/\udce4.JPG"]
+    with tarfile.open(tmp_path / "train.tar", "w", format=form) as archive:
+        folder = tarfile.TarInfo("train/cat")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for name in [*names, "train/README"]:
+            archive.add(image, name)
+        hard = tarfile.TarInfo("train/dog/2.jpg")
+        hard.type, hard.linkname = tarfile.LNKTYPE, "train/cat/1.png"
+        archive.addfile(hard)
+        soft = tarfile.TarInfo("train/dog/3.jpg")
+        soft.type, soft.linkname = tarfile.SYMTYPE, "../cat/1.png"
+        archive.addfile(soft)
+    found = archives.Archive(tmp_path / "train.tar", "train")
+    shown = [re.search(r":(.*) at offset", found.where(index))[1] for index in range(len(found))]
+    assert shown == ["cat/1.png", long, "dog/2.jpg", "dog/3.jpg", "dog/\udce4.JPG"]
+    assert all(found.read(index) == image.read_bytes() for index in range(len(found)))
+
+
+@pytest.mark.check
+def test_a_tar_that_was_cut_off_anywhere(tree, tmp_path):
+    """In a header, a long name, an image, or before the block of zeros at its end."""
+    long = {f"train/cat/{'d' * 120}/{number}.JPEG": jpeg_of(tree) for number in range(2)}
+    pack(tmp_path / "whole.tar", long, format=tarfile.GNU_FORMAT)
+    inner = (tmp_path / "whole.tar").read_bytes()
+    pack(tmp_path / "nested.tar", {"cat.tar": inner, "dog.tar": inner})
+    for name in ("whole.tar", "nested.tar"):
+        whole = (tmp_path / name).read_bytes()
+        end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+        cut = tmp_path / "train.tar"
+        for size in range(512, end + 512, 173):
+            cut.write_bytes(whole[:size])
+            with pytest.raises(InputError, match=r"train.tar was cut off: .* bytes are missing"):
+                archives.Archive(cut, "train")
+    assert not list(tmp_path.glob("*.index"))
+
+
+def jpeg_of(tree):
+    return next((tree / "train" / CLASSES[0]).iterdir()).read_bytes()
+
+
+def test_a_tar_of_known_size(tmp_path):
+    pack(tmp_path / archives.VAL, {"a/1.JPEG": b"x" * 5000})
+    whole = (tmp_path / archives.VAL).read_bytes()
+    (tmp_path / archives.VAL).write_bytes(whole[:4000])
+    with pytest.raises(InputError, match="cut off: 6,744,920,160 bytes are missing"):
+        archives.Archive(tmp_path / archives.VAL, "val")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "was cut off"),
+        (b"no archive" * 100, "is no tar archive"),
+        (b"\x1f\x8b" + bytes(1000), "is compressed, .*: gunzip it"),
+        (b"\xfd7zXZ" + bytes(1000), "is compressed, .*: unxz it"),
+    ],
+    ids=["empty", "text", "gzip", "xz"],
+)
+def test_what_is_no_tar(content, says, tmp_path):
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(InputError, match=f"train.tar {says}"):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+def test_a_damaged_header(tree, tmp_path):
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    content = bytearray((tmp_path / "train.tar").read_bytes())
+    offset = content.index(b"ustar", 1000) - 257
+    content[offset] ^= 1
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(InputError, match=f"damaged at offset {offset} .*: fetch it again"):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.parametrize(
+    ("layout", "gone", "says"),
+    [
+        ("tar of tars", "ILSVRC2012_devkit_t12.tar.gz", ["no ILSVRC2012_devkit", "image-net.org"]),
+        ("tar of tars", archives.VAL, [f"{archives.VAL} is missing"]),
+        ("tar of folders", "train.tar", ["train.tar is missing", "val.tar exists"]),
+    ],
+)
+def test_a_file_is_missing(layout, gone, says, tree, tmp_path):
+    (tmp_path / "archives").mkdir()
+    LAYOUTS[layout](tree, tmp_path / "archives")
+    (tmp_path / "archives" / gone).unlink()
+    command = f"python {ROOT}/imagenet/single.py --data-dir archives --arch lenet -b 4"
+    line = compute(command, tmp_path, status=2).splitlines()[-1]
+    for part in says:
+        assert part in line
+
+
+def test_a_class_is_missing(tree, tmp_path):
+    of_folders(tree, tmp_path)
+    files = files_of(tree / "val")
+    pack(tmp_path / "val.tar", {name: files[name] for name in files if CLASSES[1] not in name})
+    with pytest.raises(InputError, match=f"val.tar/{CLASSES[1]} is missing, but .*train.tar/"):
+        jpegs.find_files(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_decoded(workers, loader, tree, tmp_path):
+    """One line names the archive, the image and its offset."""
+    files = files_of(tree / "train")
+    bad = f"{CLASSES[1]}/{CLASSES[1]}_14.JPEG"
+    files[bad] = b"no image"
+    pack(tmp_path / "train.tar", files)
+    pack(tmp_path / "val.tar", files_of(tree / "val"))
+    flags = f"{FLAGS} --data-dir . --loader {loader} -j {workers} -b 24"
+    said = compute(f"python {ROOT}/imagenet/single.py {flags}", tmp_path, status=2)
+    offset = (tmp_path / "train.tar").read_bytes().index(b"no image")
+    last = said.splitlines()[-1]
+    assert last.startswith(f"single.py: train.tar:{bad} at offset {offset} cannot be decoded")
+
+
+def test_a_zip_with_a_wrong_crc(tree, tmp_path):
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    content = bytearray((tmp_path / archives.ZIP).read_bytes())
+    image = jpeg_of(tree)
+    content[content.index(image) + len(image) - 1] ^= 1
+    (tmp_path / archives.ZIP).write_bytes(content)
+    found, _ = archives.find(tmp_path)
+    with pytest.raises(InputError, match=rf"{archives.ZIP}:{CLASSES[0]}/.*: its CRC is wrong"):
+        for index in range(len(found)):
+            found.read(index)
+
+
+def test_a_zip_that_was_cut_off(tree, tmp_path):
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    content = (tmp_path / archives.ZIP).read_bytes()
+    (tmp_path / archives.ZIP).write_bytes(content[:-100])
+    with pytest.raises(InputError, match=rf"{archives.ZIP}: .*cut off: fetch it again"):
+        archives.find(tmp_path)
+
+
+@pytest.mark.check
+def test_the_index_is_made_again(tree, tmp_path, capsys):
+    """When the archive has changed, or the index is damaged, and not otherwise."""
+    path = tmp_path / "train.tar"
+    index = tmp_path / "train.tar.train.index"
+
+    def lines():
+        archives.Archive(path, "train")
+        return capsys.readouterr().out.count("making the index")
+
+    pack(path, files_of(tree / "train"))
+    assert [lines(), lines()] == [1, 0]
+    os.utime(path, (1, 1))
+    assert [lines(), lines()] == [1, 0]
+    whole = index.read_bytes()
+    damaged = bytearray(whole)
+    damaged[-1] ^= 1
+    for content in (
+        b"",
+        b"no index",
+        whole[:-1],
+        whole.replace(b'"format": 1', b'"format": 0'),
+        damaged,
+    ):
+        index.write_bytes(content)
+        assert [lines(), lines()] == [1, 0]
+    assert index.read_bytes() == whole
+
+
+def test_a_folder_that_may_not_be_written(tree, tmp_path, monkeypatch):
+    """The index is in the cache folder then, and one beside the archive is used."""
+    need(os.geteuid() == 0, "root, to mount a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    of_folders(tree, folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    found = archives.Archive(folder / "train.tar", "train")
+    assert len(list((tmp_path / "cache").rglob("*.index"))) == 1
+    assert not list(folder.glob("*.index"))
+    assert len(found) == 24
+
+
+@pytest.mark.check
+def test_an_archive_that_is_replaced(tree, tmp_path):
+    """What is open stays readable; a process that opens it later notices."""
+    path = tmp_path / "train.tar"
+    pack(path, files_of(tree / "train"))
+    found = archives.Archive(path, "train")
+    before = found.read(0)
+    other = tmp_path / "other.tar"
+    pack(other, files_of(tree / "val"))
+    os.replace(other, path)
+    assert found.read(0) == before
+    found.descriptor = None
+    with pytest.raises(InputError, match=r"train.tar has changed during the run: start it again"):
+        found.read(0)
+
+
+def test_an_archive_that_shrinks(tree, tmp_path):
+    path = tmp_path / "train.tar"
+    pack(path, files_of(tree / "train"))
+    found = archives.Archive(path, "train")
+    found.read(0)
+    os.truncate(path, 1000)
+    with pytest.raises(InputError, match=r"\(which has changed during the run\):.* ends before it"):
+        found.read(23)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_read_error(code, tree, tmp_path, monkeypatch):
+    """It is tried once more, with a new descriptor, and then named."""
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    found = archives.Archive(tmp_path / "train.tar", "train")
+    expected = found.read(3)
+    real = os.pread
+    failures = [code]
+
+    def pread(*arguments):
+        if failures:
+            raise OSError(failures.pop(), os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pread", pread)
+    assert found.read(3) == expected
+    failures += [code, code]
+    with pytest.raises(InputError, match=rf"train.tar:.* at offset \d+: {os.strerror(code)}"):
+        found.read(3)
+
+
+def test_processes_that_are_not_forked_map_the_index(tree, tmp_path):
+    import pickle
+
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    found = archives.Archive(tmp_path / "train.tar", "train")
+    sent = pickle.dumps(found)
+    assert len(sent) < found.records.nbytes
+    copy = pickle.loads(sent)
+    assert copy.read(5) == found.read(5)
+    assert copy.labels.tolist() == found.labels.tolist()
