@@ -121,6 +121,12 @@ class Seeded(Dataset):
         with random_state(seed_of(self.sampler.seed, self.sampler.epoch, index)):
             return self.dataset[index]
 
+    def __getitems__(self, indices: list[int]) -> list:
+        """The samples of a batch, which `dataset.prefetch`, if there is one, begins to read."""
+        if hasattr(self.dataset, "prefetch"):
+            self.dataset.prefetch(indices)
+        return [self[index] for index in indices]
+
 
 @contextmanager
 def random_state(seed: int):

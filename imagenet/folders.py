@@ -39,6 +39,9 @@ class Folder:
         """The file of an image."""
         return os.fsdecode(self.paths[index])
 
+    def prefetch(self, indices: list[int]) -> None:
+        """Nothing: a file has to be opened first."""
+
     def read(self, index: int) -> bytes:
         """The bytes of an image file; raises InputError."""
         path = self.where(index)

@@ -132,6 +132,15 @@ class Images(Dataset):
     def __len__(self):
         return len(self.files)
 
+    def prefetch(self, indices):
+        """Begin to read the images of a batch."""
+        self.files.prefetch(indices)
+
+    def __getitems__(self, indices):
+        """The samples of a batch."""
+        self.prefetch(indices)
+        return [self[index] for index in indices]
+
     def decode(self, index, crop, box_of):
         """`crop` of an image file, and its label; raises InputError, and names the file."""
         try:

@@ -57,6 +57,9 @@ ELSEWHERE = {
     "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/slurm/test_cluster_faults.py -k "
     "test_preempted": "ten minutes",
     "sbatch slurm/ddp_elastic.sh cifar10/ddp_launch.py -G 1024 --lr 0.8": "a node has to fail",
+    "STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet": (
+        "a smaller model"
+    ),
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "scancel --batch --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 "
@@ -88,6 +91,8 @@ ELSEWHERE = {
     "python benchmarks/scaling.py": "minutes",
     "python benchmarks/startup.py": "it would write over benchmarks/results",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
+    "python benchmarks/packed_images.py /tmp/many --make 200000": "minutes",
+    "python benchmarks/packed_images.py /tmp/tree": "minutes",
     "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic "
     "2560 --epochs 1": "its file is what the next command draws",
     "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg": "needs that file",
@@ -214,7 +219,7 @@ class Reader:
         elif (
             not script
             or program in ("cp", "diff")
-            or script in ("scripts/export.py", "scripts/unshard.py")
+            or script in ("scripts/export.py", "scripts/pack.py", "scripts/unshard.py")
         ):
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
         elif script == "docs/screenshot.py":

@@ -1,17 +1,22 @@
-"""scripts/export.py, scripts/install_horovod.sh and scripts/pin.sh."""
+"""scripts/export.py, scripts/pack.py, scripts/install_horovod.sh and scripts/pin.sh."""
 
 import os
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from forked import compute, refused
-from launch import HOROVOD, need, need_horovod, run
+from launch import HOROVOD, need, need_horovod, on_small_disk, run
 from recipes import ROOT
 from safetensors.torch import load_file
 
+import archives
+from imagenet import folders
+
 EXPORT = f"python {ROOT}/scripts/export.py"
+PACK = f"python {ROOT}/scripts/pack.py"
 
 
 def test_export(tmp_path):
@@ -34,6 +39,45 @@ def test_export(tmp_path):
     (tmp_path / "log" / "best.pt").write_bytes(damaged)
     assert "damaged" in refused(f"{EXPORT} log/best.pt other", tmp_path)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for split in ("train", "val"):
+        for label in ("cat", "dog"):
+            (tmp_path / "photos" / split / label).mkdir(parents=True)
+            for number in range(20):
+                path = tmp_path / "photos" / split / label / f"{number}.jpg"
+                path.write_bytes(os.urandom(100_000))
+    return tmp_path / "photos"
+
+
+def names_in(path):
+    with tarfile.open(path) as archive:
+        return archive.getnames()
+
+
+def test_pack(photos, tmp_path):
+    """The archives hold the images of the folder, with an index, in the order that is asked for."""
+    compute(f"{PACK} photos packed", tmp_path)
+    for folder, archive in zip(
+        folders.find(photos), archives.find(tmp_path / "packed"), strict=True
+    ):
+        assert archive.fingerprint() == folder.fingerprint()
+        assert all(archive.read(index) == folder.read(index) for index in range(len(folder)))
+    assert (tmp_path / "packed" / "train.tar.train.index").exists()
+    assert "train.tar already exists" in refused(f"{PACK} photos packed", tmp_path)
+    compute(f"{PACK} photos shuffled --order random", tmp_path)
+    in_order, shuffled = (names_in(tmp_path / name / "val.tar") for name in ("packed", "shuffled"))
+    assert in_order != shuffled
+    assert sorted(in_order) == sorted(shuffled)
+
+
+def test_pack_on_a_small_disk(photos, tmp_path):
+    command = on_small_disk(f"{PACK} photos small", tmp_path, "2m", "small")
+    said = run(command, tmp_path, status=2)
+    assert "small has 2 MiB left, and 7 MiB are needed" in said
+    assert not list((tmp_path / "copy").iterdir())
 
 
 def test_export_without_safetensors(tmp_path):

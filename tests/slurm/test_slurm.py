@@ -2,22 +2,27 @@
 
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need_cluster
+from forked import compute
 from launch import (
     PATIENCE,
     checkpoint,
     largest_difference,
     need_horovod,
+    on_small_disk,
     one_line,
     place,
     run,
 )
 from recipes import ROOT
+
+from benchmarks import jpeg_tree
 
 FILES = sorted((ROOT / "slurm").glob("*.sh"))
 JOBS = [file for file in FILES if "#SBATCH --nodes" in file.read_text()]
@@ -81,6 +86,42 @@ def test_launch(name, cluster, one_process, tmp_path):
     assert f"world size {world_size}" in checkpoint(job.runs())["config"]["saved_by"]
     assert place(checkpoint(job.runs())) == (2, 0)
     assert largest_difference(checkpoint(job.runs())["model"], one_process) < 1e-6
+
+
+STAGED = (
+    f"{TWO_BY_TWO} slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir=shared --device cpu "
+    "--arch lenet --image-size 32 -b 2 -j 0 --epochs 1"
+)
+
+
+def test_staged_archives(cluster, tmp_path):
+    """Each rank reads the copies, with their indexes."""
+    jpeg_tree.make(tmp_path / "photos", 20)
+    compute(f"python {ROOT}/scripts/pack.py photos shared", tmp_path)
+    job = SlurmJob(cluster, tmp_path, STAGED, STAGE="1", SLURM_TMPDIR=str(tmp_path / "disk"))
+    log = job.finish()
+    staged = tmp_path / "disk" / f"staged-{job.id}"
+    assert f"20 images in {staged}/train.tar and 4 images in {staged}/val.tar" in log
+    assert "making the index" not in log
+    assert log.count("epoch 1/1: ") == 1
+    assert not list(staged.glob(".partial*"))
+
+
+def test_staging_without_archives(cluster, tmp_path):
+    (tmp_path / "shared").mkdir()
+    job = SlurmJob(cluster, tmp_path, STAGED, STAGE="1", SLURM_TMPDIR=str(tmp_path / "disk"))
+    assert one_line(job.finish("FAILED")).startswith("stage.sh: there is no archive in shared")
+
+
+def test_a_full_local_disk(tmp_path):
+    """What fits is not copied either, and one line names the node."""
+    (tmp_path / "shared").mkdir()
+    for name in ("train.tar", "val.tar"):
+        (tmp_path / "shared" / name).write_bytes(bytes(800 << 10))
+    stage = f"bash {ROOT}/slurm/stage.sh --node shared disk"
+    line = one_line(run(on_small_disk(stage, tmp_path, "1m", "disk"), tmp_path, status=2))
+    assert line == f"stage.sh: {socket.gethostname()} has 1.0MB left in disk, and 1.6MB are needed"
+    assert not list((tmp_path / "copy").iterdir())
 
 
 @pytest.mark.parametrize("number", ["unknown", "uneven"])

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Copy the archives in --data-dir to the local disk of each node of a job, and print the folder there. requeue.sh calls it
+# with the command of the job, and lets the recipe read from there:
+#
+#     STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet
+#
+# The local disk is SLURM_TMPDIR or TMPDIR. Your cluster empties it after the job, or you do. A job that is queued again
+# copies only what is not there.
+set -euo pipefail
+
+fail() {
+    echo "stage.sh: $*" >&2
+    exit 2
+}
+
+# On one node: copy what is not there in the same size and from the same second.
+copy() {
+    local from=$1 to=$2 needed=0 free file partial
+    local files=()
+    for file in "$from"/*.{tar,zip,tar.gz,csv,index}; do
+        [ -e "$file" ] || continue
+        [ "$(stat -Lc "%s %Y" "$file")" != "$(stat -c "%s %Y" "$to/${file##*/}" 2> /dev/null)" ] || continue
+        files+=("$file")
+        needed=$((needed + $(stat -Lc %s "$file")))
+    done
+    mkdir -p "$to"
+    free=$(df --output=avail --block-size=1 "$to" | tail -n 1)
+    [ "$needed" -le "$free" ] ||
+        fail "$(hostname) has $(numfmt --to=iec "$free")B left in $to, and $(numfmt --to=iec "$needed")B are needed"
+    partial=$to/.partial-$(hostname)
+    for file in ${files[@]+"${files[@]}"}; do
+        if ! cp --dereference --preserve=timestamps "$file" "$partial"; then
+            rm -f "$partial"
+            fail "$(hostname) cannot copy $file to $to"
+        fi
+        mv "$partial" "$to/${file##*/}"
+    done
+}
+
+if [ "${1:-}" = --node ]; then
+    copy "$2" "$3"
+    exit
+fi
+from=data
+while [ $# -gt 0 ]; do
+    case $1 in
+        --data-dir) from=${2:-} ;;
+        --data-dir=*) from=${1#*=} ;;
+    esac
+    shift
+done
+compgen -G "$from/*.tar" > /dev/null || compgen -G "$from/*.zip" > /dev/null ||
+    fail "there is no archive in $from (--data-dir): STAGE=1 copies *.tar and *.zip"
+disk=${SLURM_TMPDIR:-${TMPDIR:-}}
+[ -n "$disk" ] || fail "set TMPDIR to a folder on the local disk of the nodes"
+to=$disk/staged-$SLURM_JOB_ID
+echo "copying the archives in $from to $to on each node" >&2
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 slurm/stage.sh --node "$from" "$to" >&2
+echo "$to"
