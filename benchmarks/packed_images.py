@@ -9,7 +9,10 @@ measure the speed.
 
 The start is the time to the first batch: of torchvision's ImageFolder, of the recipes with folders,
 and with the tar, before and after it has an index. The speed is that of one loader worker, in
-rounds that alternate, with files in the page cache.
+rounds that alternate, with files in the page cache. --cold empties it before each round (as root):
+with it and benchmarks/slow_files.py it is the speed on a file system across a network. --shards
+also reads DIR-shards/*.tar with WebDataset (pip install webdataset) through a buffer of 1,000
+images, in which it shuffles.
 """
 
 import io
@@ -19,6 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -114,11 +118,41 @@ def read_all(files):
     return int(files.records["offset"].sum())
 
 
-def epoch(files, workers=1):
-    """The images per second of an epoch, or of its beginning."""
+def recipe_loader(files):
     dataset = jpegs.TrainImages(files, SIZE, "pillow")
     sampler = EpochSampler(len(dataset), BATCH)
-    loader = jpegs.loader(dataset, sampler, BATCH, workers, torch.device("cpu"))
+    return jpegs.loader(dataset, sampler, BATCH, 1, torch.device("cpu"))
+
+
+def webdataset_loader(shards):
+    import webdataset
+
+    def decode(sample):
+        image = jpegs.resize(jpegs.pillow(sample["jpg"], jpegs.random_box), SIZE, SIZE)
+        return image, int(sample["cls"])
+
+    paths = sorted(map(str, shards.glob("*.tar")))
+    stream = webdataset.WebDataset(paths, shardshuffle=len(paths)).shuffle(1000).map(decode)
+    return torch.utils.data.DataLoader(stream.batched(BATCH), batch_size=None, num_workers=1)
+
+
+def make_shards(folder, to):
+    """The training images in tars of 100, in a random order, as WebDataset wants them."""
+    to.mkdir()
+    files = folders.Folder(folder / "train")
+    order = np.random.default_rng(0).permutation(len(files))
+    for number in range(0, len(order), 100):
+        with tarfile.open(to / f"{number // 100:06}.tar", "w", format=tarfile.GNU_FORMAT) as shard:
+            for index in order[number : number + 100].tolist():
+                label = str(files.labels[index]).encode()
+                for ending, content in (("jpg", files.read(index)), ("cls", label)):
+                    member = tarfile.TarInfo(f"{index:08}.{ending}")
+                    member.size = len(content)
+                    shard.addfile(member, io.BytesIO(content))
+
+
+def epoch(loader):
+    """The images per second of an epoch, or of its beginning."""
     start = time.perf_counter()
     count = 0
     for _, labels in loader:
@@ -142,6 +176,8 @@ def main():
     parser = flags.Parser(__doc__)
     parser.add_argument("folder", type=Path, help="has train/ and val/")
     parser.add_argument("--make", type=flags.positive_int, help="fill it with so many small files")
+    parser.add_argument("--cold", action="store_true", help="empty the page cache before a round")
+    parser.add_argument("--shards", action="store_true", help="also WebDataset")
     parser.add_argument("--repeats", type=flags.positive_int, default=5, help="rounds")
     args = parser.parse_args()
     if args.make and not args.folder.exists():
@@ -154,20 +190,30 @@ def main():
         f"torch {torch.__version__}, torchvision {torchvision.__version__}, "
         f"{os.cpu_count()} cores, {shutil.disk_usage(args.folder).total >> 30} GiB disk"
     )
-    for name, taken in starts(args.folder, packed):
-        print(f"{name:28s} {taken:7.2f} s to the first batch")
+    if args.make:
+        for name, taken in starts(args.folder, packed):
+            print(f"{name:28s} {taken:7.2f} s to the first batch")
     tar = archives.Archive(packed / "train.tar", "train")
-    per_million, added = memory_of_index(tar)
-    print(
-        f"index: {per_million / 1e6:.0f} MB per million images, "
-        f"{added:.0f} MiB in 8 processes that read it"
-    )
+    if args.make:
+        per_million, added = memory_of_index(tar)
+        print(
+            f"index: {per_million / 1e6:.0f} MB per million images, "
+            f"{added:.0f} MiB in 8 processes that read it"
+        )
     torch.set_num_threads(1)
-    sources = {"folders": folders.Folder(args.folder / "train"), "tar": tar}
+    in_folders = folders.Folder(args.folder / "train")
+    sources = {"folders": (recipe_loader, in_folders), "tar": (recipe_loader, tar)}
+    if args.shards:
+        shards = args.folder.with_name(f"{args.folder.name}-shards")
+        if not shards.exists():
+            make_shards(args.folder, shards)
+        sources["WebDataset"] = (webdataset_loader, shards)
     rates = {name: [] for name in sources}
     for _ in range(args.repeats):
-        for name, files in sources.items():
-            rates[name].append(epoch(files))
+        for name, (loader_of, files) in sources.items():
+            if args.cold:
+                Path("/proc/sys/vm/drop_caches").write_text("3")
+            rates[name].append(epoch(loader_of(files)))
     show_rates(rates, "folders")
 
 

@@ -258,8 +258,8 @@ def main():
     batch += f", {train.sampler.global_batch} global"
     place = f"world size 1 | {devices.describe(device)}"
     setup = f"{args.dataset}: DataParallel, {len(gpus)} GPUs | {place} | {batch} | lr {lr:g}"
-    lines = [setup, jpegs.origin(train.dataset, val.dataset), *loaded]
-    fit(args, device, train, val, model, optimizer, lr, lines)
+    setup += f"\n{jpegs.origin(train.dataset, val.dataset)}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded])
 
 
 if __name__ == "__main__":

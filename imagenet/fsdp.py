@@ -362,8 +362,8 @@ def main():
     batch += f", {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
-    lines = [setup, jpegs.origin(train.dataset, val.dataset), *loaded]
-    fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size)
+    setup += f"\n{jpegs.origin(train.dataset, val.dataset)}"
+    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 
 if __name__ == "__main__":

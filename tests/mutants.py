@@ -423,6 +423,18 @@ MUTANTS = [
         "tests/recipes/test_launch.py::test_nothing_is_imported_before_it_is_needed",
     ),
     Mutant(
+        "images in the order of their archive",
+        "imagenet/archives.py",
+        {"    images.sort(key=in_order_of_folders)\n": ""},
+        "tests/imagenet/test_archives.py::test_archives_are_as_folders",
+    ),
+    Mutant(
+        "an index that stays when its archive has changed",
+        "imagenet/archives.py",
+        {', header["stat"]) == (FORMAT, stat):': ", stat) == (FORMAT, stat):"},
+        "tests/imagenet/test_archives.py::test_the_index_is_made_again",
+    ),
+    Mutant(
         "a doctor that finds no rank slow",
         "scripts/doctor.py",
         {"SLOW = 1.25\n": "SLOW = 12.5\n"},
