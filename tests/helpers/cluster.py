@@ -17,8 +17,11 @@ from recipes import DATASETS, ROOT
 # cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
 
-# States of a job that has not ended for good
-GOING_ON = {"PENDING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL+REQUEUE"}
+# States of a job that has ended for good. Others can be there for a moment, such as SIGNALING.
+ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
+}
 
 
 def need_cluster():
@@ -113,7 +116,7 @@ class SlurmJob:
         end = time.monotonic() + PATIENCE
         state = self.shown("JobState")
         while len(re.findall(text, self.log(), re.MULTILINE)) < count:
-            assert state & GOING_ON, f"no '{text}', and it is {state}:\n{self.log()}"
+            assert not state <= ENDED, f"no '{text}', and it is {state}:\n{self.log()}"
             assert time.monotonic() < end, f"no '{text}' in {PATIENCE} s:\n{self.log()}"
             time.sleep(0.5)
             # Before the log is read again: what a job that has ended wrote is there.
@@ -122,7 +125,7 @@ class SlurmJob:
     def finish(self, state="COMPLETED"):
         """Wait until it, or each task of it, has ended with `state`; returns its log."""
         end = time.monotonic() + PATIENCE
-        while (now := self.shown("JobState")) & GOING_ON:
+        while not (now := self.shown("JobState")) <= ENDED:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
                 pytest.fail(f"it is still {now} after {PATIENCE} s:\n{self.log()}")
