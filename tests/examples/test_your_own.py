@@ -1,23 +1,31 @@
 """docs/your-own.md: its ports and its changes for other strategies work as they stand there."""
 
+import importlib.util
 import io
+import itertools
 import re
 import shutil
 import subprocess
 import tarfile
 import textwrap
+import types
 
 import pytest
 import torch
 from forked import compute
-from launch import assert_same, checkpoint, evaluations, largest_difference, need_horovod
+from launch import assert_same, checkpoint, evaluations, largest_difference, need, need_horovod
+from PIL import Image
 from recipes import ROOT, STEP, in_float64
 
+from common.data import EpochSampler, Seeded
+from common.workers import data_loader
 from mnist import digits
 
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
 # In float64. AdamW divides by gradients near 0, and so magnifies the differences of rounding.
 TOLERANCE = 1e-9
+ROWS = "### Hugging Face datasets"
+WEBDATASET = "### WebDataset"
 
 
 def section(heading):
@@ -59,11 +67,29 @@ def port(heading, to):
     folder = in_float64(to, "mnist")
     path = folder / "ddp_launch.py"
     text = path.read_text()
-    for block in blocks(heading, "diff"):
+    # It says that the lines are those.
+    lines = "## A stream" if heading == WEBDATASET else heading
+    for block in blocks(lines, "diff"):
         text = change(text, block)
     path.write_text(text)
     (folder / "mine.py").write_text("\n\n".join(blocks(heading, "python")))
     return path
+
+
+def killed_at(script, step):
+    """A copy of a script, of which each rank is killed after so many steps."""
+    kill = f"            if position.steps == {step}:\n                import os\n\n"
+    kill += "                os.kill(os.getpid(), 9)\n"
+    killed = script.with_name(f"killed_at_{step}.py")
+    killed.write_text(script.read_text().replace(STEP, kill + STEP))
+    return killed
+
+
+def mine(heading):
+    """What the code of a section defines."""
+    names = {}
+    exec("\n\n".join(blocks(heading, "python")), names)
+    return types.SimpleNamespace(**names)
 
 
 def shards(folder):
@@ -79,37 +105,253 @@ def shards(folder):
                 tar.addfile(entry, io.BytesIO(content))
 
 
+def need_package(name):
+    need(importlib.util.find_spec(name), f"pip install {name}")
+
+
+def jpegs(count, numbered):
+    """`count` generated images as bytes of a JPEG file, with labels: classes, or 0, 1, 2, ..."""
+    images, labels = digits.load("", count, seed=0)[0].tensors
+    files = []
+    for image in images:
+        file = io.BytesIO()
+        Image.fromarray(image[0].numpy()).save(file, "JPEG", quality=100)
+        files.append(file.getvalue())
+    return files, list(range(count)) if numbered else labels.tolist()
+
+
+def rows(folder, numbered=False):
+    """Write a data set of `datasets`, with 64 generated images for training."""
+    import datasets
+
+    features = {"image": datasets.Image(decode=False), "label": datasets.Value("int64")}
+    both = {}
+    for name, count in (("train", 64), ("validation", 16)):
+        files, labels = jpegs(count, numbered)
+        columns = {"image": [{"bytes": file} for file in files], "label": labels}
+        both[name] = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    datasets.DatasetDict(both).save_to_disk(folder)
+
+
+def webdataset_files(folder, in_each, numbered=False):
+    """Write 64 generated images into tar files of `in_each`; return the paths."""
+    import webdataset
+
+    with webdataset.ShardWriter(f"{folder}/%d.tar", maxcount=in_each, verbose=0) as writer:
+        for number, (file, label) in enumerate(zip(*jpegs(64, numbered), strict=True)):
+            writer.write({"__key__": f"{number:05}", "jpg": file, "cls": label})
+    return sorted(map(str, folder.glob("*.tar")))
+
+
+def read(dataset_of, world_size, workers, *places):
+    """The global batches of 16, [images, labels], from the last of some places (epoch, start) on.
+
+    An epoch has 64 samples. `dataset_of` gives the dataset for a sampler. All ranks must have as
+    many batches.
+    """
+    batch_size = 16 // world_size
+    ranks = []
+    for rank in range(world_size):
+        sampler = EpochSampler(64, batch_size, rank, world_size, seed=1)
+        loader = data_loader(dataset_of(sampler), sampler, batch_size, workers)
+        for place in places:
+            sampler.set_epoch(*place)
+            batches = list(loader)
+        ranks.append(batches)
+    return [
+        [torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*batches, strict=True)]
+        for batches in zip(*ranks, strict=True)
+    ]
+
+
+def steps(batches):
+    """The labels of each batch, in the order of the numbers."""
+    return [sorted(labels.tolist()) for _, labels in batches]
+
+
+def numbers(batches):
+    """All labels of some batches, in the order of the numbers."""
+    return sorted(itertools.chain(*steps(batches)))
+
+
 def torchrun(processes):
     return f"torchrun --standalone --nproc-per-node={processes}"
 
 
-@pytest.mark.parametrize("heading", ["## Sequences", "## A stream"])
+@pytest.mark.parametrize("heading", ["## Sequences", "## A stream", ROWS])
 def test_port(heading, tmp_path):
     """The same weights on one and two processes, and after a kill within an epoch.
 
     An epoch of the stream is longer than its files, which repeat.
     """
+    if heading == ROWS:
+        need_package("datasets")
     script = port(heading, tmp_path)
     flags = "--device cpu -G 16 --max-steps 14 --eval-every 6 --checkpoint-every 2 --log-interval 2"
     if heading == "## A stream":
         shards(tmp_path)
         flags += " --model lenet --synthetic 80 --epoch-samples 170 --shards 0.tar 1.tar 2.tar"
+    if heading == ROWS:
+        rows(tmp_path / "rows")
+        flags += " --model lenet --data-dir rows"
     for processes in (1, 2):
         start = f"{torchrun(processes)} {script} {flags}"
         compute(f"{start} --log-dir {processes}", cwd=tmp_path)
     one, two = (checkpoint(tmp_path / name) for name in "12")
-    assert one["position"]["epoch"] == (1 if heading == "## A stream" else 0)
+    epochs = {"## Sequences": 0, "## A stream": 1, ROWS: 3}
+    assert one["position"]["epoch"] == epochs[heading]
     assert largest_difference(two["model"], one["model"]) < TOLERANCE
-    kill = "            if position.steps == 13:\n                import os\n\n"
-    kill += "                os.kill(os.getpid(), 9)\n"
-    killed = script.with_name("killed.py")
-    killed.write_text(script.read_text().replace(STEP, kill + STEP))
+    killed = killed_at(script, 13)
     compute(f"{torchrun(2)} {killed} {flags} --log-dir part", cwd=tmp_path, status=9)
     assert checkpoint(tmp_path / "part")["position"]["steps"] == 12
     output = compute(f"{start} --log-dir part --resume auto", cwd=tmp_path)
     assert "resumed from part/last.pt" in output
     for part in ("position", "model", "optimizer"):
         assert_same(checkpoint(tmp_path / "part")[part], two[part])
+
+
+def test_rows_keep_their_order(tmp_path):
+    """Of `datasets`: the same batches, augmented alike, on any ranks and workers, at any start."""
+    need_package("datasets")
+    rows(tmp_path, numbered=True)
+    train_set, val_set = mine(ROWS).load(tmp_path)
+
+    def seeded(sampler):
+        return Seeded(train_set, sampler)
+
+    whole = read(seeded, 1, 0, (1, 0))
+    assert numbers(whole) == list(range(64))
+    for world_size, workers in ((1, 2), (2, 0), (2, 2)):
+        for start in (0, 32):
+            batches = read(seeded, world_size, workers, (0, 0), (1, start))
+            assert_same(batches, whole[start // 16 :])
+    # The shift of an image differs between epochs.
+    images = {}
+    for batches in (whole, read(seeded, 1, 0, (0, 0))):
+        for image, label in zip(*map(torch.cat, zip(*batches, strict=True)), strict=True):
+            images.setdefault(label.item(), []).append(image)
+    assert sum(not torch.equal(*both) for both in images.values()) > 50
+    # Those for validation stay as they are, but for what JPEG loses.
+    original = digits.load("", 16, seed=0)[0].tensors[0]
+    decoded = torch.stack([image for image, _ in val_set])
+    assert (decoded.int() - original.int()).abs().float().mean() < 2
+
+
+def test_other_rows_have_another_fingerprint(tmp_path):
+    """By which ranks notice that one has others, or the same in another order."""
+    need_package("datasets")
+    rows(tmp_path, numbered=True)
+    module = mine(ROWS)
+    train_set, _ = module.load(tmp_path)
+    assert module.load(tmp_path)[0].fingerprint() == train_set.fingerprint()
+    others = module.Rows(train_set.rows.shuffle(seed=0), None)
+    assert others.fingerprint() != train_set.fingerprint()
+
+
+@pytest.fixture
+def stream_of(tmp_path):
+    """A function: a function of a sampler that gives its stream of tar files, of `in_each` each."""
+    need_package("webdataset")
+
+    def make(in_each, **options):
+        paths = webdataset_files(tmp_path, in_each, numbered=True)
+        return lambda sampler: mine(WEBDATASET).Shards(paths, sampler, **options)
+
+    return make
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_webdataset_gives_each_sample_once(world_size, workers, stream_of):
+    """If ranks and workers have files of the same size. The next epoch does not depend on this."""
+    stream = stream_of(in_each=16)
+    batches = read(stream, world_size, workers, (0, 0))
+    assert numbers(batches) == list(range(64))
+    later = read(stream, world_size, workers, (0, 0), (1, 0))
+    assert numbers(later) == list(range(64))
+    assert steps(later) != steps(batches)
+    assert_same(read(stream, world_size, workers, (1, 0)), later)
+
+
+def test_webdataset_shuffles_within_its_buffer(stream_of):
+    """With a buffer of 10 the first 16 samples are of the first 26, so of two files of 16."""
+    for epoch in range(3):
+        first, *_ = steps(read(stream_of(in_each=16, buffer=10), 1, 0, (epoch, 0)))
+        assert len({number // 16 for number in first}) <= 2
+    # With a map-style data set, or a large buffer
+    order = list(EpochSampler(64, 16, seed=1))
+    assert {number // 16 for number in order[:16]} == {0, 1, 2, 3}
+    first, *_ = steps(read(stream_of(in_each=16), 1, 0, (0, 0)))
+    assert len({number // 16 for number in first}) > 2
+
+
+def test_webdataset_depends_on_ranks_and_workers(stream_of):
+    stream = stream_of(in_each=16)
+    one, *others = [
+        steps(read(stream, *shape, (0, 0))) for shape in ((1, 1), (1, 2), (2, 1), (2, 2))
+    ]
+    for number, other in enumerate(others):
+        assert other not in (one, *others[:number])
+    assert steps(read(stream, 1, 0, (0, 0))) == one
+
+
+def test_webdataset_resumes_with_other_samples(stream_of):
+    """In an epoch with a resume some samples come twice, and others not at all.
+
+    So it is in one with an evaluation, after which the run goes on in the same processes.
+    """
+    stream = stream_of(in_each=16)
+    for shape in ((1, 0), (2, 2)):
+        whole = read(stream, *shape, (0, 0))
+        resumed = read(stream, *shape, (0, 32))
+        assert len(resumed) == 2
+        assert steps(resumed) != steps(whole[2:])
+        assert_same(read(stream, *shape, (0, 0), (0, 32)), resumed)
+        assert 32 < len({*numbers(whole[:2] + resumed)}) < 64
+
+
+def test_webdataset_has_as_many_steps_on_each_rank(stream_of):
+    """Of 24, 24 and 16 samples rank 0 has two files and leaves some out; rank 1 repeats its one."""
+    stream = stream_of(in_each=24)
+    for epoch in range(3):
+        labels = torch.cat([labels for _, labels in read(stream, 2, 1, (epoch, 0))])
+        assert len(labels) == 64
+        first, second = ({*labels[rank::2].tolist()} for rank in range(2))
+        assert len(first) == 32
+        assert len(second) in (16, 24)
+        assert not first & second
+
+
+def test_webdataset_says_that_files_are_too_few(stream_of):
+    """Three, for two workers of each of two ranks."""
+    with pytest.raises(ValueError, match="fewer shards than workers"):
+        read(stream_of(in_each=24), 2, 2, (0, 0))
+
+
+def test_webdataset_in_a_recipe(tmp_path):
+    """A killed run goes on to its end, and to the same bits if it goes on from the end of an epoch.
+
+    The ranks have three and two files.
+    """
+    need_package("webdataset")
+    script = port(WEBDATASET, tmp_path)
+    assert len(webdataset_files(tmp_path, in_each=14)) == 5
+    flags = "--device cpu -G 16 --epochs 4 --log-interval 2 --model lenet --synthetic 80"
+    flags += " --epoch-samples 64 --shards 0.tar 1.tar 2.tar 3.tar 4.tar"
+    compute(f"{torchrun(2)} {script} {flags} --log-dir whole", cwd=tmp_path)
+    whole = checkpoint(tmp_path / "whole")
+    assert whole["position"]["steps"] == 16
+    for name, more, saved in (("end", "", 12), ("within", "--checkpoint-every 2", 10)):
+        killed = f"{killed_at(script, saved + 1)} {flags} {more} --log-dir {name}"
+        compute(f"{torchrun(2)} {killed}", cwd=tmp_path, status=9)
+        assert checkpoint(tmp_path / name)["position"]["steps"] == saved
+        again = f"{script} {flags} {more} --log-dir {name} --resume auto"
+        compute(f"{torchrun(2)} {again}", cwd=tmp_path)
+    end, within = (checkpoint(tmp_path / name) for name in ("end", "within"))
+    for part in ("position", "model", "optimizer"):
+        assert_same(end[part], whole[part])
+    assert within["position"] == whole["position"]
+    assert largest_difference(within["model"], whole["model"]) > 1000 * TOLERANCE
 
 
 def body(path):
