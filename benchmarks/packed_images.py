@@ -12,7 +12,7 @@ and with the tar, before and after it has an index. The speed is that of one loa
 rounds that alternate, with files in the page cache. --cold empties it before each round (as root):
 with it and benchmarks/slow_files.py it is the speed on a file system across a network. --shards
 also reads DIR-shards/*.tar with WebDataset (pip install webdataset) through a buffer of 1,000
-images, in which it shuffles.
+images, in which it shuffles, and counts how often two images of a batch are from one file of 100.
 """
 
 import io
@@ -136,6 +136,24 @@ def webdataset_loader(shards):
     return torch.utils.data.DataLoader(stream.batched(BATCH), batch_size=None, num_workers=1)
 
 
+def share_of_one_shard(shards):
+    """The chance that two images of a batch are from one shard, of WebDataset and at random."""
+    import webdataset
+
+    paths = sorted(map(str, shards.glob("*.tar")))
+    stream = webdataset.WebDataset(paths, shardshuffle=len(paths)).shuffle(1000)
+    numbers = {path: number for number, path in enumerate(paths)}
+    shard_of = np.array([numbers[sample["__url__"]] for sample in stream])
+    at_random = np.random.default_rng(0).permutation(shard_of)
+    return [share_of_equal_pairs(order) for order in (shard_of, at_random)]
+
+
+def share_of_equal_pairs(order):
+    batches = order[: len(order) // BATCH * BATCH].reshape(-1, BATCH)
+    equal = batches[:, :, None] == batches[:, None, :]
+    return (equal.sum() - batches.size) / (batches.size * (BATCH - 1))
+
+
 def make_shards(folder, to):
     """The training images in tars of 100, in a random order, as WebDataset wants them."""
     to.mkdir()
@@ -152,10 +170,12 @@ def make_shards(folder, to):
 
 
 def epoch(loader):
-    """The images per second of an epoch, or of its beginning."""
+    """The images per second of an epoch, or of its beginning, after the first batch."""
+    batches = iter(loader)
+    next(batches)
     start = time.perf_counter()
     count = 0
-    for _, labels in loader:
+    for _, labels in batches:
         count += len(labels)
         if count >= MOST:
             break
@@ -208,6 +228,8 @@ def main():
         if not shards.exists():
             make_shards(args.folder, shards)
         sources["WebDataset"] = (webdataset_loader, shards)
+        stream, at_random = share_of_one_shard(shards)
+        print(f"two images of a batch are from one shard: {stream:.2%}; at random {at_random:.2%}")
     rates = {name: [] for name in sources}
     for _ in range(args.repeats):
         for name, (loader_of, files) in sources.items():
