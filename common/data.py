@@ -122,7 +122,7 @@ class Seeded(Dataset):
             return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list:
-        """The samples of a batch, which `dataset.prefetch`, if there is one, begins to read."""
+        """The samples of a batch. `dataset.prefetch`, if there is one, gets `indices` before."""
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch(indices)
         return [self[index] for index in indices]

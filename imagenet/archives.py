@@ -75,11 +75,14 @@ class Archive:
         if index is None:
             index = make_index(path, split, self.stat, class_of)
         self.header, self.records = index
-        self.labels = self.records["label"]
         self.classes = self.header["classes"]
 
     def __len__(self):
         return len(self.records)
+
+    @property
+    def labels(self):
+        return self.records["label"]
 
     def fingerprint(self) -> int:
         """That of folders with the same images."""
@@ -103,14 +106,8 @@ class Archive:
         offset = int(record["offset"])
         size = int(record["size"])
         if not is_zip(self.path):
-            return self._pread(index, size, offset)
-        # The length of the header is in the header. Mostly one read has all of it.
-        guess = 1024
-        content = self._pread(index, guess + size, offset, at_least=30)
-        start = ZIP_HEADER.size + sum(ZIP_HEADER.unpack_from(content))
-        content = content[start : start + size]
-        if len(content) < size:
-            content = self._pread(index, size, offset + start)
+            return self._read_bytes(index, offset, size)
+        content = self._read_behind_header(index, offset, size)
         try:
             if record["deflated"]:
                 content = zlib.decompress(content, wbits=-15)
@@ -120,6 +117,16 @@ class Archive:
             raise InputError(f"{self.where(index)}: its CRC is wrong: fetch the archive again")
         return content
 
+    def _read_behind_header(self, index, offset, size):
+        """The `size` bytes of a file in a zip, whose header is at `offset`."""
+        # The length of the header is in the header. Mostly one read has both.
+        guess = min(1024 + size, self.stat[0] - offset)
+        content = self._read_bytes(index, offset, guess)
+        start = ZIP_HEADER.size + sum(ZIP_HEADER.unpack_from(content))
+        if start + size > guess:
+            return self._read_bytes(index, offset + start, size)
+        return content[start : start + size]
+
     def prefetch(self, indices: list[int]) -> None:
         """Let the kernel begin to read images: while one is decoded, the others arrive."""
         # An error is read()'s to report. macOS has no posix_fadvise.
@@ -128,17 +135,17 @@ class Archive:
                 place = int(record["offset"]), int(record["size"])
                 os.posix_fadvise(self._opened(), *place, os.POSIX_FADV_WILLNEED)
 
-    def _pread(self, index, size, offset, at_least=None):
-        """`size` bytes at `offset`, of which the file has `at_least` so many."""
+    def _read_bytes(self, index, offset, size):
+        """`size` bytes at `offset`, which are of the image `index`; raises InputError."""
         try:
-            content = self._pread_again(size, offset)
+            content = self._pread_with_retry(size, offset)
         except OSError as error:
             raise InputError(f"{self.where(index)}: {error.strerror}") from error
-        if len(content) < (size if at_least is None else at_least):
+        if len(content) < size:
             raise InputError(f"{self.where(index)}: the archive ends before it")
         return content
 
-    def _pread_again(self, size, offset):
+    def _pread_with_retry(self, size, offset):
         """os.pread, once more after an error that a network file system may have for a moment."""
         try:
             return os.pread(self._opened(), size, offset)
@@ -159,17 +166,12 @@ class Archive:
         return self.descriptor
 
     def __getstate__(self):
-        # For processes that are not forked: they open and map their own.
-        return self.__dict__ | {
-            "descriptor": None,
-            "records": self.records.filename,
-            "labels": None,
-        }
+        # A process that is not forked opens the archive and maps the index itself.
+        return self.__dict__ | {"descriptor": None, "records": self.records.filename}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self.header, self.records = read_index(Path(state["records"]))
-        self.labels = self.records["label"]
+        _, self.records = read_index(Path(state["records"]))
 
 
 def find(folder: str) -> tuple[Archive, Archive] | None:
@@ -186,14 +188,15 @@ def find(folder: str) -> tuple[Archive, Archive] | None:
         # First what is quick to find missing.
         val = Archive(folder / ZIP, "val", labels_of_kaggle)
         return Archive(folder / ZIP, "train"), val
-    for train, val in ((TRAIN, VAL), ("train.tar", "val.tar")):
-        there = [name for name in (train, val) if (folder / name).exists()]
-        if len(there) == 1:
-            (missing,) = {train, val} - set(there)
-            raise InputError(f"{folder / missing} is missing, but {folder / there[0]} exists")
-        if there:
-            val = Archive(folder / val, "val", labels_of_devkit)
-            return Archive(folder / train, "train"), val
+    for names in ((TRAIN, VAL), ("train.tar", "val.tar")):
+        train_path, val_path = (folder / name for name in names)
+        if train_path.exists() and val_path.exists():
+            val = Archive(val_path, "val", labels_of_devkit)
+            return Archive(train_path, "train"), val
+        if train_path.exists():
+            raise InputError(f"{val_path} is missing, but {train_path} exists")
+        if val_path.exists():
+            raise InputError(f"{train_path} is missing, but {val_path} exists")
     return None
 
 
@@ -202,7 +205,7 @@ def devkit_classes(folder):
     paths = sorted(folder.glob(DEVKIT))
     if not paths:
         raise InputError(
-            f"{folder} has no {DEVKIT}, which has the labels of {VAL}: "
+            f"{folder} has no {DEVKIT}, which has the labels of ImageNet's validation images: "
             "fetch it from https://image-net.org/download"
         )
     try:
@@ -330,48 +333,61 @@ def write_index(path, split, stat, class_of, to):
     with tqdm(total=stat[0], unit="B", unit_scale=True, leave=False, disable=None) as bar:
         images = images_in(path, split, bar)
     images = with_classes(images, path, class_of)
-    classes = sorted({name.partition("/")[0] for name, _ in images})
-    number_of = {name: number for number, name in enumerate(classes)}
-
-    def in_order_of_folders(image):
-        name, _ = image
-        return number_of[name.partition("/")[0]], posixpath.dirname(name), posixpath.basename(name)
-
     images.sort(key=in_order_of_folders)
-    names = [os.fsencode(name) for name, _ in images]
-    records = np.empty(len(images), record_type(max(map(len, names))))
-    records["name"] = names
-    records["label"] = [number_of[name.partition("/")[0]] for name, _ in images]
-    for field in ("offset", "size", "crc", "deflated"):
-        records[field] = [getattr(entry, field) for _, entry in images]
+    classes = sorted({class_in(name) for name, _ in images})
+    records = records_of(images, classes)
     header = {
         "format": FORMAT,
         "stat": stat,
         "classes": classes,
-        "longest": max(map(len, names)),
+        "longest": records["name"].itemsize,
         "crc": zlib.crc32(records),
-        "fingerprint": zlib.crc32(b"\n".join(b"/" + name for name in names)),
+        "fingerprint": zlib.crc32(b"\n".join(b"/" + name for name in records["name"].tolist())),
     }
     write_atomically(to, json.dumps(header).encode() + b"\n" + records.tobytes())
     seconds = time.perf_counter() - start
     show(f"{to} has {len(images):,} images of {len(classes):,} classes, after {seconds:.1f} s")
 
 
+def class_in(name):
+    """The first folder of a name."""
+    return name.partition("/")[0]
+
+
+def in_order_of_folders(image):
+    """The key that sorts images as torchvision's ImageFolder does."""
+    name, _ = image
+    return class_in(name), posixpath.dirname(name), posixpath.basename(name)
+
+
+def records_of(images, classes):
+    """What an index has of each image; a label is the number of its class."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    names = [os.fsencode(name) for name, _ in images]
+    records = np.empty(len(images), record_type(max(map(len, names))))
+    records["name"] = names
+    records["label"] = [number_of[class_in(name)] for name, _ in images]
+    for field in ("offset", "size", "crc", "deflated"):
+        records[field] = [getattr(entry, field) for _, entry in images]
+    return records
+
+
 def images_in(path, split, bar):
     """[(name as in a folder of `split`, Entry)], without hidden folders. Raises InputError."""
-    entries = zip_entries(path) if is_zip(path) else tar_entries(path, bar)
+    # A tar is of one split, a zip has all.
+    has_all_splits = is_zip(path)
+    entries = zip_entries(path) if has_all_splits else tar_entries(path, bar)
     found = []
     for entry in entries:
         name = posixpath.normpath(entry.name)
         *folders, last = name.split("/")
-        # A tar is of one split, a zip has all.
-        of_split = split in folders or not is_zip(path)
+        of_split = split in folders or not has_all_splits
         hidden = any(folder.startswith(".") for folder in folders)
         if of_split and not hidden and is_image_file(last):
             found.append((name, entry))
     if not found:
         raise InputError(f"{path} has no images for {split}: it needs {split}/<class>/*.JPEG")
-    # tar cf train.tar train, or a folder above it.
+    # Names begin with what was packed: train/, or a folder above it.
     shared = posixpath.commonpath([posixpath.dirname(name) for name, _ in found])
     if split in shared.split("/"):
         start = shared.split("/").index(split) + 1
@@ -403,10 +419,8 @@ def zip_entries(path) -> Iterator[Entry]:
     for info in infos:
         if info.is_dir():
             continue
-        if (
-            info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-            or info.flag_bits & 1
-        ):
+        is_encrypted = info.flag_bits & 1
+        if is_encrypted or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise InputError(
                 f"{path}:{info.filename} is encrypted, or compressed by another method than "
                 "deflate: pack it again, without"

@@ -36,7 +36,8 @@ def main():
         "--order", choices=("name", "random"), default="name", help="of the images in a tar"
     )
     args = parser.parse_args()
-    splits = dict(zip(("train", "val"), folders.find(args.folder), strict=True))
+    train, val = folders.find(args.folder)
+    splits = {"train": train, "val": val}
     try:
         args.to.mkdir(parents=True, exist_ok=True)
         for split in splits:
@@ -47,7 +48,8 @@ def main():
             pack(files, args.to / f"{split}.tar", args.order)
             archives.Archive(args.to / f"{split}.tar", split)
     except OSError as error:
-        raise RunError(f"{args.to}: {error.strerror}") from error
+        # A full disk has no name.
+        raise RunError(f"{error.filename or args.to}: {error.strerror}") from error
 
 
 def require_space(to, all_files):

@@ -15,11 +15,7 @@ set -euo pipefail
 job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
-# The last --data-dir counts.
-if [ -n "${STAGE:-}" ]; then
-    staged=$(slurm/stage.sh "$@")
-    set -- "$@" --data-dir "$staged"
-fi
+[ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # it first copies archives to the nodes, and then becomes the command
 # The command begins with both ignored: else they end a launcher that has no handlers yet, or none any more.
 trap "" USR1 USR2
 "$@" &

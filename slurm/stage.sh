@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Copy the archives in --data-dir to the local disk of each node of a job, and print the folder there. requeue.sh calls it
-# with the command of the job, and lets the recipe read from there:
+# Copy the archives in --data-dir to the local disk of each node of a job, and run the command of the job, which reads
+# them there. requeue.sh puts it before the command:
 #
 #     STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet
 #
 # The local disk is SLURM_TMPDIR or TMPDIR. Your cluster empties it after the job, or you do. A job that is queued again
 # copies only what is not there.
 set -euo pipefail
+trap "" USR1 USR2  # the warning before the time limit is for the ranks, and requeue.sh repeats it until they are there
 
 fail() {
     echo "stage.sh: $*" >&2
@@ -42,18 +43,17 @@ if [ "${1:-}" = --node ]; then
     exit
 fi
 from=data
-while [ $# -gt 0 ]; do
-    case $1 in
-        --data-dir) from=${2:-} ;;
-        --data-dir=*) from=${1#*=} ;;
-    esac
-    shift
+previous=
+for word in "$@"; do
+    [ "$previous" != --data-dir ] || from=$word
+    [[ $word != --data-dir=* ]] || from=${word#*=}
+    previous=$word
 done
 compgen -G "$from/*.tar" > /dev/null || compgen -G "$from/*.zip" > /dev/null ||
     fail "there is no archive in $from (--data-dir): STAGE=1 copies *.tar and *.zip"
 disk=${SLURM_TMPDIR:-${TMPDIR:-}}
 [ -n "$disk" ] || fail "set TMPDIR to a folder on the local disk of the nodes"
 to=$disk/staged-$SLURM_JOB_ID
-echo "copying the archives in $from to $to on each node" >&2
-srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 slurm/stage.sh --node "$from" "$to" >&2
-echo "$to"
+echo "copying the archives in $from to $to on each node"
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 slurm/stage.sh --node "$from" "$to"
+exec "$@" --data-dir "$to"  # of two --data-dir the last counts

@@ -273,6 +273,26 @@ def on_small_disk(command, cwd, size, at):
     return "unshare -m bash command.sh"
 
 
+def as_nobody(folder, function, *arguments):
+    """function(*arguments) as another user, in `folder`; return what it raises, as text."""
+    need(os.geteuid() == 0, "root, to become another user")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            function(*arguments)
+        except Exception as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
 def one_line(shown):
     lines = shown.splitlines()
     assert len(lines) == 1, lines

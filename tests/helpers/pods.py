@@ -72,10 +72,20 @@ def build(target):
     return image
 
 
+# In each manifest, what has to be said for small machines without a GPU: {old: new}
+SMALL = {
+    'value: "8"': 'value: "1"',
+    'cpu: "32"': 'cpu: "1"',
+    "memory: 64Gi": "memory: 2Gi",
+    "nvidia.com/gpu: 4": 'cpu: "1"',
+    "sizeLimit: 16Gi": "sizeLimit: 64Mi",
+}
+
+
 def documents(manifest, changes):
-    """The documents of a manifest, after `changes` of lines that are in it: {old: new}."""
+    """The documents of a manifest, after SMALL and `changes`, whose old texts are in it."""
     text = (ROOT / manifest).read_text()
-    for old, new in changes.items():
+    for old, new in (SMALL | changes).items():
         assert old in text, f"{manifest} has no '{old}'"
         text = text.replace(old, new)
     return list(yaml.safe_load_all(text))
@@ -236,6 +246,14 @@ class Pod:
             text=True,
         )
         return done.stdout
+
+    def wait_for(self, text):
+        """Return once its log has the regular expression `text`; it has to run until then."""
+        end = time.monotonic() + PATIENCE
+        while not re.search(text, self.log(), re.MULTILINE):
+            assert self.status() is None, self.log()
+            assert time.monotonic() < end, f"no {text} in {PATIENCE} s:\n{self.log()}"
+            time.sleep(0.2)
 
     def execute(self, *command, status=0):
         """What a command in the running pod prints: kubectl exec."""

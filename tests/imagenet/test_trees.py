@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 from forked import ForkedJob, compute
-from launch import Job, free_port, need, refused_here, strategies
+from launch import Job, as_nobody, free_port, refused_here, strategies
 from PIL import Image
 from recipes import ROOT
 from torchvision.datasets import ImageFolder
@@ -75,26 +75,6 @@ def test_a_large_tree_is_two_arrays(tree):
     found, _ = folders.find(tree)
     assert isinstance(found.paths, np.ndarray) and found.paths.dtype.kind == "S"
     assert isinstance(found.labels, np.ndarray)
-
-
-def as_nobody(folder, function, *arguments):
-    """function(*arguments) as another user, in `folder`; return what it raises, as text."""
-    need(os.geteuid() == 0, "root, to become another user")
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        os.setgid(65534)
-        os.setuid(65534)
-        try:
-            function(*arguments)
-        except Exception as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with os.fdopen(reader) as said:
-        return said.read()
 
 
 @pytest.mark.parametrize("hidden", ["train/cat", "train/cat/more", "val"])

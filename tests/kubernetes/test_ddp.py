@@ -11,26 +11,19 @@ from launch import assert_same, checkpoint, evaluations
 from pods import IndexedJob, Namespace, bytes_of, documents, podman
 from recipes import ROOT
 
-# What has to be said for two small machines without a GPU.
-SMALL = {
+ONE_PROCESS = {
     "--nproc-per-node=4": "--nproc-per-node=1",
     "cifar10/ddp_amp.py": "mnist/ddp_launch.py",
-    'value: "8"': 'value: "1"',
-    'cpu: "32"': 'cpu: "1"',
-    "memory: 64Gi": "memory: 2Gi",
-    "nvidia.com/gpu: 4": 'cpu: "1"',
-    "sizeLimit: 16Gi": "sizeLimit: 64Mi",
 }
 RECIPE = "            - --checkpoint-every=500\n"
 # Many epochs, each of 10 steps: a fault that comes after the second comes before the last.
 FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
-EPOCHS = 40
 
 
 def manifest(flags, **others):
     """The documents of the manifest by kind, with flags of the recipe and other changed texts."""
     lines = "".join(f"            - {flag}\n" for flag in flags.split())
-    found = documents("kubernetes/ddp.yaml", SMALL | {RECIPE: lines} | others)
+    found = documents("kubernetes/ddp.yaml", ONE_PROCESS | {RECIPE: lines} | others)
     return {document["kind"]: document for document in found}
 
 

@@ -1,7 +1,9 @@
 """The launch files of slurm/ as they stand, on a cluster of two nodes."""
 
 import contextlib
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from cluster import MPI_INIT_CAN_CRASH, Cluster, SlurmJob, link_repository, need
 from forked import compute
 from launch import (
     PATIENCE,
+    Job,
     checkpoint,
     largest_difference,
     need_horovod,
@@ -111,6 +114,20 @@ def test_staging_without_archives(cluster, tmp_path):
     (tmp_path / "shared").mkdir()
     job = SlurmJob(cluster, tmp_path, STAGED, STAGE="1", SLURM_TMPDIR=str(tmp_path / "disk"))
     assert one_line(job.finish("FAILED")).startswith("stage.sh: there is no archive in shared")
+
+
+def test_a_warning_while_archives_are_copied(tmp_path):
+    """The copy goes on. Only ranks know what to do at the time limit."""
+    (tmp_path / "shared").mkdir()
+    os.mkfifo(tmp_path / "shared" / "train.tar")
+    job = Job(f"exec bash {ROOT}/slurm/stage.sh --node shared disk", cwd=tmp_path)
+    # Opens when cp reads.
+    with open(tmp_path / "shared" / "train.tar", "wb") as slow:
+        for process in (job.process, *psutil.Process(job.process.pid).children(recursive=True)):
+            os.kill(process.pid, signal.SIGUSR1)
+        slow.write(b"all of it")
+    assert job.finish() == 0
+    assert (tmp_path / "disk" / "train.tar").read_bytes() == b"all of it"
 
 
 def test_a_full_local_disk(tmp_path):
