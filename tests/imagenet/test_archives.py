@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -387,16 +388,23 @@ def test_the_index_is_made_again(tree, tmp_path, capsys):
     assert index.read_bytes() == whole
 
 
-def test_a_folder_that_may_not_be_written(tree, tmp_path, monkeypatch):
+@pytest.fixture
+def public():
+    """A folder that other users reach, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_a_folder_that_may_not_be_written(public, tree, monkeypatch):
     """The index is in the cache folder then."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    folder = tmp_path / "archives"
-    (folder / "cache").mkdir(parents=True)
-    (folder / "cache").chmod(0o777)
-    pack(folder / "train.tar", files_of(tree / "train"))
-    assert as_nobody(folder, archives.Archive, Path("train.tar"), "train") == ""
-    assert len(list((folder / "cache").rglob("*.index"))) == 1
-    assert not list(folder.glob("*.index"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(public / "cache"))
+    (public / "cache").mkdir()
+    (public / "cache").chmod(0o777)
+    pack(public / "train.tar", files_of(tree / "train"))
+    assert as_nobody(public, archives.Archive, public / "train.tar", "train") == ""
+    assert len(list((public / "cache").rglob("*.index"))) == 1
+    assert not list(public.glob("*.index"))
 
 
 @pytest.mark.check
