@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 from forked import compute
-from launch import PATIENCE, assert_same, checkpoint, need_horovod
-from pods import Namespace, Pod, documents
+from launch import assert_same, checkpoint, need_horovod
+from pods import Namespace, Pod, documents, evict
 from recipes import ROOT
 
 CHANGES = {
@@ -84,13 +84,13 @@ def test_launcher_and_worker_evicted(job, tmp_path):
     """After the first, the run goes on where it was; after the second, from its last checkpoint."""
     launcher = job.launcher()
     launcher.wait_for("^epoch 1/")
-    assert launcher.evict().wait(PATIENCE) == 0
+    evict(launcher)
     assert "stopped after a signal" in launcher.log()
     assert launcher.status() != 0, "it would count as complete"
 
     launcher = job.launcher()
     launcher.wait_for("^resumed from")
-    assert job.workers[1].evict().wait(PATIENCE) == 0
+    evict(job.workers[1])
     assert launcher.wait() != 0
     assert "stopped after a signal" not in launcher.log()
 

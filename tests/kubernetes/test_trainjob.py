@@ -1,8 +1,8 @@
 """kubernetes/trainjob.yaml on two containers, with what the runtime gives to torchrun."""
 
 from forked import compute
-from launch import PATIENCE, assert_same, checkpoint
-from pods import Namespace, Pod, documents
+from launch import assert_same, checkpoint
+from pods import Namespace, Pod, documents, evict
 from recipes import ROOT
 
 FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
@@ -51,7 +51,7 @@ def test_an_evicted_pod(image, tmp_path):
 
         pods = [start(rank) for rank in range(2)]
         pods[0].wait_for("^epoch 2/")
-        assert pods[1].evict().wait(PATIENCE) == 0
+        evict(pods[1])
         pods[1] = start(1)
         for pod in pods:
             assert pod.wait() == 0, pod.log()
