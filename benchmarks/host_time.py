@@ -1,15 +1,16 @@
-"""Measure the time per step that a recipe adds to its model.
+"""Measure the time of each line of a step, of which a recipe adds most to its model.
 
     python benchmarks/host_time.py
 
 It goes into data, metrics, schedule, position and log. On a GPU this is time in which Python starts
-no kernel. The fit() of mnist/single.py with LeNet and a batch of 8 is compared with a bare loop
-over one batch, in turns, on one thread of the CPU: with a larger batch the noise of the model's own
-time is larger than what is measured.
+no kernel. The fit() of mnist/single.py runs with LeNet and a batch of 8, on one thread of the CPU,
+and notes the time after each statement of its loop. A figure is the median over turns of the mean
+over the steps of a turn; the first turn warms up.
 """
 
+import ast
 import contextlib
-import importlib.util
+import inspect
 import io
 import statistics
 import sys
@@ -19,61 +20,93 @@ from unittest import mock
 
 import runs
 import torch
-import torch.nn.functional as F
 
 from common import flags
 
 sys.path.insert(1, str(runs.ROOT / "mnist"))
+import single as recipe
+
+# What any loop has: these lines are the model's.
+MODEL = ("optimizer.zero_grad(", "logits = ", "loss = ", "loss.backward(", "optimizer.step(")
 
 
-def bare_loop(model, optimizer, images, labels, steps):
-    """Take `steps` steps on one batch; return the seconds per step."""
-    began = time.perf_counter()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return (time.perf_counter() - began) / steps
+class Clock:
+    """The seconds that each statement of a loop took, by its place in the loop."""
+
+    def __init__(self):
+        self.seconds = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, place: int) -> None:
+        now = time.perf_counter()
+        self.seconds[place] = self.seconds.get(place, 0) + now - self.last
+        self.last = time.perf_counter()
 
 
-def main():
-    parser = flags.Parser(__doc__)
-    parser.add_argument("--repeats", type=flags.positive_int, default=100, help="turns")
-    parser.add_argument("--epoch", type=flags.positive_int, default=200, metavar="STEPS")
-    parser.add_argument("-b", "--batch-size", type=flags.positive_int, default=8, help="images")
-    mine = parser.parse_args()
-    batch = mine.batch_size
-    torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("single", runs.ROOT / "mnist" / "single.py")
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    command = f"single.py --synthetic {batch * mine.epoch} -b {batch} --model lenet --epochs 1"
+def timed(function, clock):
+    """`function`, whose loop over the batches calls `clock` after each statement; and their texts.
+
+    The first place is what happens between two passes of the loop: the next batch.
+    """
+    tree = ast.parse(inspect.getsource(function))
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    (loop,) = (node for node in loops if ast.unparse(node.iter) == "batches")
+    texts = ["for batch in batches"]
+    body = [ast.parse("clock(0)").body[0]]
+    for place, statement in enumerate(loop.body, 1):
+        texts.append(ast.unparse(statement).splitlines()[0])
+        body += [statement, ast.parse(f"clock({place})").body[0]]
+    loop.body = body
+    names = vars(recipe) | {"clock": clock}
+    exec(compile(tree, recipe.__file__, "exec"), names)
+    return names[function.__name__], texts
+
+
+def measure(mine, folder):
+    """Return the text of each statement, and its microseconds per step in each turn."""
+    command = (
+        f"single.py --synthetic {mine.batch_size * mine.epoch} -b {mine.batch_size} "
+        "--model lenet --epochs 1"
+    )
     with mock.patch.object(sys, "argv", command.split()):
         args = recipe.parse_args()
     device = torch.device("cpu")
     train, val = recipe.load_data(args, device)
-    train.loader = runs.Timed(train.loader)
     model = recipe.digits.build("lenet").train()
-    images, labels = next(iter(train.loader.loader))
-    images = recipe.digits.normalise(images)
-    differences = []
-    times = []
-    for _ in range(mine.repeats):
+    turns = []
+    for turn in range(mine.repeats + 1):
         optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, fused=True)
-        bare = bare_loop(model, optimizer, images, labels, mine.epoch)
-        with (
-            tempfile.TemporaryDirectory() as args.log_dir,
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            recipe.fit(args, device, train, val, model, optimizer, 1e-3, [])
-        times.append(train.loader.seconds / mine.epoch)
-        differences.append(times[-1] - bare)
-    low, median, high = (quartile * 1e6 for quartile in statistics.quantiles(differences, n=4))
-    print(
-        f"a step of the recipe takes {statistics.median(times) * 1e6:.0f} us, {median:.0f} us more "
-        f"than a bare loop (half of {mine.repeats} turns of {mine.epoch} steps: "
-        f"{low:.0f} to {high:.0f})"
-    )
+        # All of them stay until the end, as this process holds them.
+        args.log_dir = f"{folder}/{turn}"
+        clock = Clock()
+        fit, texts = timed(recipe.fit, clock)
+        with contextlib.redirect_stdout(io.StringIO()):
+            fit(args, device, train, val, model, optimizer, 1e-3, [])
+        turns.append([clock.seconds[place] / mine.epoch * 1e6 for place in range(len(texts))])
+    return texts, turns[1:]
+
+
+def main():
+    parser = flags.Parser(__doc__)
+    parser.add_argument("--repeats", type=flags.positive_int, default=20, help="turns")
+    parser.add_argument("--epoch", type=flags.positive_int, default=200, metavar="STEPS")
+    parser.add_argument("-b", "--batch-size", type=flags.positive_int, default=8, help="images")
+    mine = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        texts, turns = measure(mine, folder)
+    rows = []
+    of_model = 0
+    of_recipe = 0
+    for text, times in zip(texts, zip(*turns, strict=True), strict=True):
+        median = statistics.median(times)
+        if text.startswith(MODEL):
+            of_model += median
+        else:
+            of_recipe += median
+        rows.append([f"`{text}`", f"{median:.1f}"])
+    print(runs.table(["statement", "us"], rows))
+    print(f"\na step takes {of_model + of_recipe:.0f} us, {of_recipe:.0f} us beside the model")
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def parts(trace: Path) -> dict[str, float]:
     """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a
     CPU.
 
-    data: from the first index_select, which slices the images, to zero_grad. forward: from there to
+    data: from the end of the last step to zero_grad. forward: from there to
     the first operation of backward. communication: what backward does not hide, from its last
     operation to the optimizer's own step. other: the rest, such as metrics and the ranks' agreement
     to stop. (On a GPU these would be host times.)
@@ -233,7 +233,7 @@ def parts(trace: Path) -> dict[str, float]:
         first, last = backward[0][0], max(end for _, end in backward)
         optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's step contains it
         split = {
-            "data": zero_grad - within("aten::index_select", start, zero_grad)[0][0],
+            "data": zero_grad - start,
             "forward": first - zero_grad,
             "backward": last - first,
             "communication": optimizer[0] - last,

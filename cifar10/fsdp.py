@@ -281,6 +281,8 @@ def main():
     policy = MixedPrecisionPolicy()
     root_policy = policy
     if args.param_dtype == "bf16":
+        # fsdp: a CPU without 16-bit units computes right, but slowly.
+        loaded += devices.warn_if_slow(device, torch.bfloat16)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         # fsdp: logits in fp32, for the loss.
         root_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)

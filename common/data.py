@@ -13,6 +13,9 @@ from torch.utils.data import Dataset, Sampler
 
 from common.errors import InputError
 
+# The batches that TensorLoader picks at once.
+AT_ONCE = 32
+
 
 @dataclass
 class DataObject:
@@ -96,8 +99,10 @@ class TensorLoader:
         indices = torch.tensor(list(self.sampler), dtype=torch.int64)
         if len(indices) == 0:
             return
-        for batch in indices.to(self.tensors[0].device).split(self.batch_size):
-            yield [tensor.index_select(0, batch) for tensor in self.tensors]
+        # Many batches in one operation: a step then only takes a view.
+        for many in indices.to(self.tensors[0].device).split(AT_ONCE * self.batch_size):
+            parts = [tensor.index_select(0, many).split(self.batch_size) for tensor in self.tensors]
+            yield from map(list, zip(*parts, strict=True))
 
 
 class Seeded(Dataset):

@@ -95,6 +95,18 @@ def tune_cpu() -> None:
         libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)
 
 
+def warn_if_slow(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """A line for the log if `device` is a CPU that has no units for this 16-bit type."""
+    if device.type != "cpu":
+        return []
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    # Such as avx512_bf16 and amx_bf16. Of other architectures torch may know none.
+    units = {name: there for name, there in torch.cpu.get_capabilities().items() if short in name}
+    if not units or any(units.values()):
+        return []
+    return [f"this CPU has no {short} units ({', '.join(units)}): fp32 is faster on it"]
+
+
 def use_channels_last(model: torch.nn.Module) -> None:
     """Keep weights and images (each input [N, C, H, W]) in NHWC, as tensor cores like it."""
 

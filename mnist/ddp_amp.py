@@ -306,6 +306,8 @@ def main():
     batch = f"batch {train.sampler.batch_size} per process, {train.sampler.global_batch} global"
     place = f"world size {world_size} | {devices.describe(device)}"
     setup = f"{args.dataset}: DDP + torch.amp, torchrun | {place} | {batch} | lr {lr:g}"
+    # amp: a CPU without 16-bit units computes right, but slowly.
+    loaded += devices.warn_if_slow(device, AMP_DTYPES[args.amp_dtype])
     fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import accuracy
+import host_time
 import model
 import network
 import peers
@@ -309,7 +310,12 @@ def test_speed_of_an_example(lines):
 
 def test_host_time(tmp_path):
     shown = run(f"python {ROOT}/benchmarks/host_time.py --repeats 2 --epoch 30", cwd=tmp_path)
-    assert re.search(r"a step of the recipe takes \d+ us, -?\d+ us more than a bare loop", shown)
+    figures = dict(re.findall(r"^\| `(.+)` \| ([\d.]+) \|$", shown, re.M))
+    beside = [float(us) for text, us in figures.items() if not text.startswith(host_time.MODEL)]
+    whole, said = map(int, re.search(r"takes (\d+) us, (\d+) us beside", shown).groups())
+    assert sum(beside) == pytest.approx(said, abs=1 + 0.05 * len(beside))
+    assert sum(map(float, figures.values())) == pytest.approx(whole, abs=1 + 0.05 * len(figures))
+    assert float(figures["loss.backward()"]) > float(figures["stop.listen()"]) > 0
 
 
 def test_cifar10_as_jpegs(tmp_path, monkeypatch):
@@ -400,10 +406,7 @@ def test_parts_of_a_step(tmp_path):
     names = [
         ("ProfilerStep#6", 0, 100),
         ("ProfilerStep#7", 100, 300),
-        ("aten::index_select", 10, 3),
-        ("aten::index_select", 14, 1),
         ("Optimizer.zero_grad#SGD.zero_grad", 20, 1),
-        ("aten::index_select", 25, 1),
         ("autograd::engine::evaluate_function: A", 50, 10),
         ("autograd::engine::evaluate_function: B", 61, 9),
         ("Optimizer.step#SGD.step", 71, 20),
@@ -413,11 +416,11 @@ def test_parts_of_a_step(tmp_path):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     seconds = {
-        "data": 10,
+        "data": 20,
         "forward": 30,
         "backward": 20,
         "communication": 15,
         "optimizer": 5,
-        "other": 20,
+        "other": 10,
     }
     assert runs.parts(path) == pytest.approx({name: value / 1e6 for name, value in seconds.items()})

@@ -1,5 +1,8 @@
 """The device of each process, and the memory format of a model."""
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,6 +22,18 @@ def test_channels_last_hands_on_all_inputs():
     devices.use_channels_last(model)
     images = torch.ones(2, 3, 4, 4)
     assert model(images, torch.full((4, 4), 2.0), scale=3).unique().tolist() == [6]
+
+
+def test_a_cpu_without_16_bit_units_says_so(monkeypatch):
+    cpu = torch.device("cpu")
+    flags = Path("/proc/cpuinfo").read_text().split()
+    slow = platform.machine() == "x86_64" and not {"avx512_bf16", "amx_bf16"} & set(flags)
+    assert len(devices.warn_if_slow(cpu, torch.bfloat16)) == slow
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": False, "avx2": True})
+    assert "no fp16 units (amx_fp16)" in devices.warn_if_slow(cpu, torch.float16)[0]
+    # Of bf16 it knows nothing.
+    assert devices.warn_if_slow(cpu, torch.bfloat16) == []
+    assert devices.warn_if_slow(torch.device("cuda"), torch.float16) == []
 
 
 def test_one_device_by_name(monkeypatch):

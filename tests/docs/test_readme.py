@@ -87,6 +87,8 @@ ELSEWHERE = {
     "make gpu": "it measures a GPU",
     "python benchmarks/accuracy.py": "hours",
     "python benchmarks/host_time.py": "a minute",
+    # tests/scripts/test_fastest.py has this, in a smaller size
+    "python scripts/fastest.py mnist/single.py": "minutes",
     "python benchmarks/peers.py": "it needs the checkouts of others",
     "python benchmarks/scaling.py": "minutes",
     "python benchmarks/startup.py": "it would write over benchmarks/results",

@@ -1,0 +1,404 @@
+"""Find the fastest way to train with a recipe on this machine.
+
+    python scripts/fastest.py mnist/single.py
+    python scripts/fastest.py imagenet/ddp_amp.py --synthetic 100000 --model resnet18 -b 32
+
+What follows the recipe are its own flags. Each trial starts a recipe of that folder as you would,
+lets it train for some seconds, and ends it. It tries precisions with memory formats, then, with
+the fastest of them, --compile, processes and threads, and loaders. All of them train the same: the
+global batch and the rate stay those of the first. At the end that one and the two fastest take
+turns, and the ratio of the medians is what you may expect of a long run. The machine should have
+nothing else to do.
+"""
+
+import itertools
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+import torch
+
+from common import devices, flags, results, schedule
+from common.errors import InputError, RunError
+from common.launch import plain_exits
+
+RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
+# No trial takes longer than this many seconds.
+PATIENCE = 120
+# A flag is called slower below this ratio; nearer to 1 it may be noise.
+SLOWER = 0.95
+# Below this ratio a trial ends with its first line.
+HOPELESS = 0.25
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a recipe is started; None is the recipe's own default."""
+
+    precision: str
+    processes: int
+    threads: int | None = None
+    channels_last: bool = False
+    compile: bool = False
+    workers: int | None = None
+    loader: str | None = None
+
+    def command(self, folder: Path, given: list[str]) -> str:
+        """The line that starts it, as typed into a shell; `given` are further flags."""
+        words = []
+        if self.threads:
+            words.append(f"OMP_NUM_THREADS={self.threads}")
+        if self.precision == "fp32" and torch.cuda.is_available():
+            words.append("NVIDIA_TF32_OVERRIDE=0")
+        mixed = self.precision in ("bf16", "fp16")
+        if mixed:
+            script = "ddp_amp.py"
+        elif self.processes == 1:
+            script = "single.py"
+        else:
+            script = "ddp_launch.py"
+        if script == "single.py":
+            words.append("python")
+        else:
+            words += ["torchrun", "--standalone", f"--nproc-per-node={self.processes}"]
+        words += [str(folder / script), *given]
+        if mixed:
+            words += ["--amp-dtype", self.precision]
+        if self.channels_last:
+            words.append("--channels-last")
+        if self.compile:
+            words.append("--compile")
+        if self.workers is not None:
+            words += ["--workers", str(self.workers)]
+        if self.loader is not None:
+            words += ["--loader", self.loader]
+        return shlex.join(words)
+
+    def difference(self, other: "Setting") -> str:
+        """What of this setting is not in `other`, in words."""
+        words = []
+        if self.precision != other.precision:
+            words.append(self.precision)
+        if self.channels_last != other.channels_last:
+            words.append("--channels-last" if self.channels_last else "no --channels-last")
+        if self.compile != other.compile:
+            words.append("--compile" if self.compile else "no --compile")
+        if (self.processes, self.threads) != (other.processes, other.threads):
+            threads = f", OMP_NUM_THREADS={self.threads}" if self.threads else ""
+            words.append(f"processes: {self.processes}{threads}")
+        if self.workers != other.workers:
+            words.append(f"--workers {self.workers}")
+        if self.loader != other.loader:
+            words.append(f"--loader {self.loader}")
+        return " ".join(words)
+
+
+@dataclass
+class Trial:
+    """What a setting gave: images/s, GiB, seconds from the command to the first logged step."""
+
+    speed: float
+    memory: float
+    start: float
+    config: dict
+
+
+def read(log_dir: Path, kind: str) -> list[dict]:
+    """The lines of this kind that a run has logged so far."""
+    file = log_dir / "results.jsonl"
+    events = results.read(file) if file.exists() else []
+    return [event for event in events if event["event"] == kind]
+
+
+def trained(events: list[dict]) -> tuple[float, float, int]:
+    """(samples, seconds, intervals) between the lines of training, without the first interval.
+
+    A line has the average speed since its epoch began, and thereby the time since then.
+    """
+    samples = 0
+    seconds = 0.0
+    intervals = 0
+    for before, after in itertools.pairwise(events):
+        if before["epoch"] == after["epoch"]:
+            samples += after["samples"] - before["samples"]
+            seconds += time_of(after) - time_of(before)
+            intervals += 1
+    return samples, seconds, intervals
+
+
+def time_of(event: dict) -> float:
+    """The seconds since its epoch began."""
+    return event["samples"] / event["perf/images_per_sec"]
+
+
+def gpu_memory() -> float:
+    """The GiB in use on the fullest GPU of this machine."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return max(map(float, done.stdout.split())) / 1024
+
+
+def run(command: str, seconds: float, interval: int, hopeless: float = 0) -> Trial:
+    """Train with a command for `seconds`, and log every `interval` steps.
+
+    If it makes less than `hopeless` images/s, its first line is enough. Raises InputError or
+    RunError with what the command said last.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        log_dir = Path(folder, "log")
+        line = (
+            f"{command} --log-dir {log_dir} --max-steps 1000000000 "
+            f"--log-interval {interval} --log-seconds 0.3"
+        )
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            # It sets the variables before the program.
+            ["env", *shlex.split(line)],
+            env=os.environ | {"PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            start = wait_for_steps(process, log_dir, seconds, hopeless, began)
+            memory = gpu_memory() if torch.cuda.is_available() else None
+            failed = ended(process)
+        finally:
+            # It saves, and ends, without an evaluation.
+            os.kill(process.pid, signal.SIGTERM)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        steps = read(log_dir, "step")
+        if failed:
+            output.seek(0)
+            kind = InputError if process.returncode == InputError.status else RunError
+            raise kind(reason(output.read()) or f"it ended with status {process.returncode}")
+        if not steps:
+            raise RunError(f"no step in {PATIENCE} s")
+        samples, seconds, intervals = trained(steps)
+        speed = samples / seconds if intervals else steps[-1]["perf/images_per_sec"]
+        if memory is None:
+            # Of the largest process; Linux counts in KiB.
+            memory = used.ru_maxrss / 2**20
+        return Trial(speed, memory, start, read(log_dir, "start")[0]["config"])
+
+
+def reason(output: str) -> str:
+    """What the recipe said, or else the last line; torchrun prints much after it."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    own = [line for line in lines if line.startswith(tuple(f"{name}: " for name in RECIPES))]
+    return (own or lines or [""])[-1]
+
+
+def wait_for_steps(process, log_dir, seconds, hopeless, began):
+    """Return once it has trained for `seconds`, or has ended: the seconds to its first line."""
+    start = None
+    while not ended(process) and time.perf_counter() - began < PATIENCE:
+        time.sleep(0.1)
+        steps = read(log_dir, "step")
+        if not steps:
+            continue
+        if start is None:
+            start = time.perf_counter() - began
+        _, done, intervals = trained(steps)
+        is_hopeless = steps[-1]["perf/images_per_sec"] < hopeless
+        if is_hopeless or (intervals >= 2 and done >= seconds) or done >= 3 * seconds > 0:
+            break
+    return start
+
+
+def ended(process) -> bool:
+    # It stays to be waited for, as os.wait4 tells its memory.
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+class Search:
+    """The trials on this machine, of the recipes in a folder."""
+
+    def __init__(self, folder: Path, given: list[str], default: Setting, seconds: float):
+        self.folder = folder
+        self.given = given
+        self.default = default
+        self.seconds = seconds
+        self.interval = 1
+        # Flags for another number of processes, so that it trains the same.
+        self.same_training = []
+        self.trials = {}
+        self.slower = []
+
+    def command(self, setting: Setting) -> str:
+        given = self.given
+        if setting.processes != self.default.processes:
+            given = [*given, *self.same_training]
+        return setting.command(self.folder, given)
+
+    def probe(self) -> dict:
+        """Run the default for a moment: how long a step takes, and its flags."""
+        trial = run(self.command(self.default), seconds=0.1, interval=1)
+        config = trial.config
+        processes = self.default.processes
+        batch = config["global_batch_size"]
+        if batch is None:
+            batch = config["batch_size"] * config.get("accumulate", 1) * processes
+        factor = schedule.lr_factor(config["scale_lr"], processes, config["global_batch_size"])
+        lr = config["lr"] * factor
+        self.same_training = ["-G", str(batch), "--lr", f"{lr:g}"]
+        # Each logged step waits for the device, so a quick step is not logged each time.
+        self.interval = 1 if batch / trial.speed > 0.1 else 10
+        return config
+
+    def try_all(self, settings: list[Setting]) -> None:
+        """Measure those that are new, and note which are slower than the fastest before them."""
+        base = self.best() if self.trials else self.default
+        for setting in settings:
+            if setting in self.trials:
+                continue
+            hopeless = 0
+            # The first line of a compiled model includes the compilation.
+            if base in self.trials and not setting.compile:
+                hopeless = HOPELESS * self.trials[base].speed
+            try:
+                trial = run(self.command(setting), self.seconds, self.interval, hopeless)
+            except (InputError, RunError) as error:
+                print(f"{self.row(setting)} | failed: {error}", flush=True)
+                continue
+            self.trials[setting] = trial
+            ratio = trial.speed / self.trials[base].speed
+            if ratio < SLOWER:
+                self.slower.append(f"{setting.difference(base)} ({ratio:.2f})")
+            cells = f"{trial.speed:,.0f} | {self.ratio(setting):.2f} | {trial.memory:.1f}"
+            print(f"{self.row(setting)} | {cells} | {trial.start:.0f} |", flush=True)
+
+    def hopes_for(self, precision: str) -> bool:
+        """Whether a trial in it was not hopelessly slow."""
+        speeds = [trial.speed for each, trial in self.trials.items() if each.precision == precision]
+        return bool(speeds) and max(speeds) > HOPELESS * self.trials[self.best()].speed
+
+    def row(self, setting: Setting) -> str:
+        return f"| {setting.difference(self.default) or 'default'}"
+
+    def ratio(self, setting: Setting) -> float:
+        return self.trials[setting].speed / self.trials[self.default].speed
+
+    def best(self) -> Setting:
+        return max(self.trials, key=lambda setting: self.trials[setting].speed)
+
+    def finals(self, turns: int) -> dict[Setting, float]:
+        """The medians of turns of the default and of the fastest others."""
+        fastest = sorted(self.trials, key=lambda setting: -self.trials[setting].speed)
+        speeds = {setting: [] for setting in {self.default: None} | dict.fromkeys(fastest[:2])}
+        for _ in range(turns):
+            for setting, found in speeds.items():
+                found.append(run(self.command(setting), self.seconds, self.interval).speed)
+        return {setting: statistics.median(found) for setting, found in speeds.items()}
+
+
+def default_of(args) -> Setting:
+    """The setting of the recipe with its own flags, one process for each device."""
+    processes = 1 if args.recipe.name == "single.py" else count_devices(args.device)
+    if args.recipe.name == "ddp_amp.py":
+        precision = args.amp_dtype
+    else:
+        precision = "tf32" if on_gpu(args.device) else "fp32"
+    return Setting(
+        precision, processes, None, args.channels_last, args.compile, args.workers, args.loader
+    )
+
+
+def on_gpu(device: str) -> bool:
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def count_devices(device: str) -> int:
+    """The processes that share this machine: one per GPU, or per core."""
+    if on_gpu(device):
+        return torch.cuda.device_count()
+    return len(devices.own_cores())
+
+
+def placements(base: Setting, device: str) -> list[Setting]:
+    """One process, and one for each device; on a CPU also one on half of its threads."""
+    number = count_devices(device)
+    one = replace(base, processes=1, threads=None)
+    found = [one, replace(base, processes=number, threads=None)]
+    if not on_gpu(device):
+        # With hyperthreading a core counts twice.
+        found.append(replace(one, threads=max(1, number // 2)))
+    return found
+
+
+def search(args, given) -> None:
+    default = default_of(args)
+    trials = Search(args.recipe.parent, given, default, args.seconds)
+    config = trials.probe()
+    print(f"the default: {trials.command(default)}\n")
+    print("| setting | images/s | of the default | GiB | s to the first step |")
+    print("| --- | ---: | ---: | ---: | ---: |", flush=True)
+    trials.try_all([default])
+    # A CPU takes 50 times as long in fp16, also one that has units for it.
+    precisions = ["tf32", "fp32", "bf16", "fp16"] if on_gpu(args.device) else ["fp32", "bf16"]
+    if not (args.recipe.parent / "ddp_amp.py").exists():
+        precisions = [each for each in precisions if each.endswith("32")]
+    for channels_last in (False, True):
+        trials.try_all(
+            [replace(default, precision=each, channels_last=channels_last) for each in precisions]
+        )
+        # What is hopeless in one memory format is not tried in the other.
+        precisions = [each for each in precisions if trials.hopes_for(each)]
+    trials.try_all([replace(trials.best(), compile=not default.compile)])
+    trials.try_all(placements(trials.best(), args.device))
+    if "workers" in config and not config["synthetic"]:
+        more = 2 * config["workers"] + 1
+        trials.try_all([replace(trials.best(), workers=workers) for workers in (1, more)])
+        if on_gpu(args.device):
+            trials.try_all([replace(trials.best(), loader="nvimgcodec")])
+    if trials.slower:
+        print(f"slower here: {', '.join(trials.slower)}")
+    speeds = trials.finals(args.turns)
+    best = max(speeds, key=speeds.get)
+    if best == default:
+        print(f"in {args.turns} turns nothing was faster here than the default")
+        return
+    ratio = speeds[best] / speeds[default]
+    print(
+        f"the fastest trained {speeds[best]:,.0f} images/s, {ratio:.2f} times as many as the "
+        f"default (medians of {args.turns} turns):"
+    )
+    print(f"    {trials.command(best)}")
+
+
+def parse_args():
+    parser = flags.Parser(__doc__)
+    parser.add_argument("recipe", type=Path, help=", ".join(RECIPES))
+    add = parser.add_argument
+    add("--seconds", type=flags.positive_float, default=2, help="of training in each trial")
+    add("--turns", type=flags.positive_int, default=3, help="of the default and the two fastest")
+    # Those of the recipes that it tries.
+    add("--amp-dtype", choices=("bf16", "fp16"), default="bf16", help="the recipe's own")
+    add("--channels-last", action="store_true", help="the recipe's own")
+    add("--compile", action="store_true", help="the recipe's own")
+    add("-j", "--workers", type=flags.non_negative_int, help="the recipe's own")
+    add("--loader", help="the recipe's own")
+    add("--device", choices=("auto", "cpu"), default="auto", help="the recipe's own")
+    args, given = parser.parse_known_args()
+    if args.recipe.name not in RECIPES or not args.recipe.exists():
+        raise InputError(
+            f"{args.recipe}: give one of {', '.join(RECIPES)}, such as mnist/single.py"
+        )
+    if args.device != "auto":
+        given += ["--device", args.device]
+    return args, given
+
+
+if __name__ == "__main__":
+    with plain_exits():
+        search(*parse_args())
