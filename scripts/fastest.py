@@ -211,7 +211,9 @@ def wait_for_steps(process, log_dir, seconds, hopeless, began):
             start = time.perf_counter() - began
         _, done, intervals = trained(steps)
         is_hopeless = steps[-1]["perf/images_per_sec"] < hopeless
-        if is_hopeless or (intervals >= 2 and done >= seconds) or done >= 3 * seconds > 0:
+        # One interval will do if it is long.
+        enough = done >= seconds if intervals >= 2 else intervals and done >= 3 * seconds
+        if is_hopeless or enough:
             break
     return start
 
@@ -256,38 +258,38 @@ class Search:
         self.interval = 1 if batch / trial.speed > 0.1 else 10
         return config
 
+    def measure(self, setting: Setting, hopeless: float = 0) -> None:
+        """Run a trial, and print its row; raises InputError or RunError if it fails."""
+        trial = run(self.command(setting), self.seconds, self.interval, hopeless)
+        self.trials[setting] = trial
+        ratio = trial.speed / self.trials[self.default].speed
+        cells = f"{trial.speed:,.0f} | {ratio:.2f} | {trial.memory:.1f} | {trial.start:.0f}"
+        print(f"| {self.name(setting)} | {cells} |", flush=True)
+
     def try_all(self, settings: list[Setting]) -> None:
         """Measure those that are new, and note which are slower than the fastest before them."""
-        base = self.best() if self.trials else self.default
+        base = self.best()
         for setting in settings:
             if setting in self.trials:
                 continue
-            hopeless = 0
             # The first line of a compiled model includes the compilation.
-            if base in self.trials and not setting.compile:
-                hopeless = HOPELESS * self.trials[base].speed
+            hopeless = 0 if setting.compile else HOPELESS * self.trials[base].speed
             try:
-                trial = run(self.command(setting), self.seconds, self.interval, hopeless)
+                self.measure(setting, hopeless)
             except (InputError, RunError) as error:
-                print(f"{self.row(setting)} | failed: {error}", flush=True)
+                print(f"| {self.name(setting)} | failed: {error} |", flush=True)
                 continue
-            self.trials[setting] = trial
-            ratio = trial.speed / self.trials[base].speed
+            ratio = self.trials[setting].speed / self.trials[base].speed
             if ratio < SLOWER:
                 self.slower.append(f"{setting.difference(base)} ({ratio:.2f})")
-            cells = f"{trial.speed:,.0f} | {self.ratio(setting):.2f} | {trial.memory:.1f}"
-            print(f"{self.row(setting)} | {cells} | {trial.start:.0f} |", flush=True)
+
+    def name(self, setting: Setting) -> str:
+        return setting.difference(self.default) or "default"
 
     def hopes_for(self, precision: str) -> bool:
         """Whether a trial in it was not hopelessly slow."""
         speeds = [trial.speed for each, trial in self.trials.items() if each.precision == precision]
         return bool(speeds) and max(speeds) > HOPELESS * self.trials[self.best()].speed
-
-    def row(self, setting: Setting) -> str:
-        return f"| {setting.difference(self.default) or 'default'}"
-
-    def ratio(self, setting: Setting) -> float:
-        return self.trials[setting].speed / self.trials[self.default].speed
 
     def best(self) -> Setting:
         return max(self.trials, key=lambda setting: self.trials[setting].speed)
@@ -343,7 +345,7 @@ def search(args, given) -> None:
     print(f"the default: {trials.command(default)}\n")
     print("| setting | images/s | of the default | GiB | s to the first step |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
-    trials.try_all([default])
+    trials.measure(default)
     # A CPU takes 50 times as long in fp16, also one that has units for it.
     precisions = ["tf32", "fp32", "bf16", "fp16"] if on_gpu(args.device) else ["fp32", "bf16"]
     if not (args.recipe.parent / "ddp_amp.py").exists():
