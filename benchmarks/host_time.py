@@ -1,9 +1,9 @@
-"""Measure the time of each line of a step, of which a recipe adds most to its model.
+"""Measure the time of each statement of a step: what a recipe adds to its model.
 
     python benchmarks/host_time.py
 
-It goes into data, metrics, schedule, position and log. On a GPU this is time in which Python starts
-no kernel. The fit() of mnist/single.py runs with LeNet and a batch of 8, on one thread of the CPU,
+It adds data, metrics, schedule, position and log. On a GPU this is time in which Python starts no
+kernel. The fit() of mnist/single.py runs with LeNet and a batch of 8, on one thread of the CPU,
 and notes the time after each statement of its loop. A figure is the median over turns of the mean
 over the steps of a turn; the first turn warms up.
 """
@@ -35,7 +35,11 @@ class Clock:
 
     def __init__(self):
         self.seconds = {}
+
+    def begin(self, batches):
+        """Begin to count, at the start of the loop over `batches`."""
         self.last = time.perf_counter()
+        return batches
 
     def __call__(self, place: int) -> None:
         now = time.perf_counter()
@@ -57,6 +61,7 @@ def timed(function, clock):
         texts.append(ast.unparse(statement).splitlines()[0])
         body += [statement, ast.parse(f"clock({place})").body[0]]
     loop.body = body
+    loop.iter = ast.parse("clock.begin(batches)", mode="eval").body
     names = vars(recipe) | {"clock": clock}
     exec(compile(tree, recipe.__file__, "exec"), names)
     return names[function.__name__], texts

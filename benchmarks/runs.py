@@ -209,10 +209,10 @@ def parts(trace: Path) -> dict[str, float]:
     """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a
     CPU.
 
-    data: from the end of the last step to zero_grad. forward: from there to
-    the first operation of backward. communication: what backward does not hide, from its last
-    operation to the optimizer's own step. other: the rest, such as metrics and the ranks' agreement
-    to stop. (On a GPU these would be host times.)
+    data: from the end of the last step to zero_grad. forward: from there to the first operation of
+    backward. communication: what backward does not hide, from its last operation to the optimizer's
+    own step. other: the rest, such as metrics and the ranks' agreement to stop. (On a GPU these
+    would be host times.)
     """
     events = events_of(trace)
 

@@ -84,6 +84,7 @@ class TensorLoader:
     """Batches of a dataset in memory: its tensors stay on `device` and are sliced there.
 
     `dataset` is a TensorDataset, or a Subset of one; a batch is a list of tensors, in its order.
+    AT_ONCE batches are copied at a time.
     """
 
     def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):

@@ -28,7 +28,6 @@ import torch
 
 from common import devices, flags, results, schedule
 from common.errors import InputError, RunError
-from common.launch import plain_exits
 
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
 # No trial takes longer than this many seconds.
@@ -46,17 +45,21 @@ class Setting:
     precision: str
     processes: int
     threads: int | None = None
+    tf32: bool = True
     channels_last: bool = False
     compile: bool = False
     workers: int | None = None
     loader: str | None = None
 
     def command(self, folder: Path, given: list[str]) -> str:
-        """The line that starts it, as typed into a shell; `given` are further flags."""
+        """The line that starts it, as typed into a shell; `given` are further flags.
+
+        single.py stands for ddp_launch.py in one process: they compute the same.
+        """
         words = []
         if self.threads:
             words.append(f"OMP_NUM_THREADS={self.threads}")
-        if self.precision == "fp32" and torch.cuda.is_available():
+        if not self.tf32:
             words.append("NVIDIA_TF32_OVERRIDE=0")
         mixed = self.precision in ("bf16", "fp16")
         if mixed:
@@ -87,6 +90,8 @@ class Setting:
         words = []
         if self.precision != other.precision:
             words.append(self.precision)
+        if self.tf32 != other.tf32:
+            words.append("no TF32")
         if self.channels_last != other.channels_last:
             words.append("--channels-last" if self.channels_last else "no --channels-last")
         if self.compile != other.compile:
@@ -103,7 +108,7 @@ class Setting:
 
 @dataclass
 class Trial:
-    """What a setting gave: images/s, GiB, seconds from the command to the first logged step."""
+    """What a setting gave: images/s, GiB, seconds from the command to the first line."""
 
     speed: float
     memory: float
@@ -118,20 +123,18 @@ def read(log_dir: Path, kind: str) -> list[dict]:
     return [event for event in events if event["event"] == kind]
 
 
-def trained(events: list[dict]) -> tuple[float, float, int]:
-    """(samples, seconds, intervals) between the lines of training, without the first interval.
+def trained(events: list[dict]) -> tuple[float, float]:
+    """(samples, seconds) between the lines of training, without what came before the first.
 
     A line has the average speed since its epoch began, and thereby the time since then.
     """
     samples = 0
     seconds = 0.0
-    intervals = 0
     for before, after in itertools.pairwise(events):
         if before["epoch"] == after["epoch"]:
             samples += after["samples"] - before["samples"]
             seconds += time_of(after) - time_of(before)
-            intervals += 1
-    return samples, seconds, intervals
+    return samples, seconds
 
 
 def time_of(event: dict) -> float:
@@ -146,91 +149,100 @@ def gpu_memory() -> float:
     return max(map(float, done.stdout.split())) / 1024
 
 
-def run(command: str, seconds: float, interval: int, hopeless: float = 0) -> Trial:
+def run(command: str, seconds: float, interval: int, on_gpu: bool, hopeless: float = 0) -> Trial:
     """Train with a command for `seconds`, and log every `interval` steps.
 
     If it makes less than `hopeless` images/s, its first line is enough. Raises InputError or
     RunError with what the command said last.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         log_dir = Path(folder, "log")
-        line = (
-            f"{command} --log-dir {log_dir} --max-steps 1000000000 "
-            f"--log-interval {interval} --log-seconds 0.3"
-        )
-        began = time.perf_counter()
-        process = subprocess.Popen(
-            # It sets the variables before the program.
-            ["env", *shlex.split(line)],
-            env=os.environ | {"PATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+        process = start(f"{command} --log-dir {log_dir} --log-interval {interval}", output)
+        memory = 0
         try:
-            start = wait_for_steps(process, log_dir, seconds, hopeless, began)
-            memory = gpu_memory() if torch.cuda.is_available() else None
+            first_line = wait_for_steps(process, log_dir, seconds, hopeless)
+            if on_gpu:
+                memory = gpu_memory()
             failed = ended(process)
         finally:
             # It saves, and ends, without an evaluation.
             os.kill(process.pid, signal.SIGTERM)
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-        steps = read(log_dir, "step")
         if failed:
             output.seek(0)
             kind = InputError if process.returncode == InputError.status else RunError
             raise kind(reason(output.read()) or f"it ended with status {process.returncode}")
+        steps = read(log_dir, "step")
         if not steps:
             raise RunError(f"no step in {PATIENCE} s")
-        samples, seconds, intervals = trained(steps)
-        speed = samples / seconds if intervals else steps[-1]["perf/images_per_sec"]
-        if memory is None:
+        if not on_gpu:
             # Of the largest process; Linux counts in KiB.
             memory = used.ru_maxrss / 2**20
-        return Trial(speed, memory, start, read(log_dir, "start")[0]["config"])
+        config = read(log_dir, "start")[0]["config"]
+        return Trial(speed_of(steps), memory, first_line, config)
+
+
+def start(line: str, output) -> subprocess.Popen:
+    """Start a recipe that trains until it is ended; what it prints goes to the file `output`."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = shlex.split(f"{line} --log-seconds 0.3 --max-steps 1000000000")
+    return subprocess.Popen(
+        # env sets the variables that are before the program.
+        ["env", *words],
+        env=os.environ | {"PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
+
+
+def speed_of(steps: list[dict]) -> float:
+    """images/s of the lines of training; of a single one, with its warm-up."""
+    samples, seconds = trained(steps)
+    return samples / seconds if samples else steps[-1]["perf/images_per_sec"]
 
 
 def reason(output: str) -> str:
     """What the recipe said, or else the last line; torchrun prints much after it."""
+    names = tuple(f"{name}: " for name in RECIPES)
     lines = [line for line in output.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(tuple(f"{name}: " for name in RECIPES))]
+    own = [line for line in lines if line.startswith(names)]
     return (own or lines or [""])[-1]
 
 
-def wait_for_steps(process, log_dir, seconds, hopeless, began):
+def wait_for_steps(process, log_dir, seconds, hopeless):
     """Return once it has trained for `seconds`, or has ended: the seconds to its first line."""
-    start = None
+    began = time.perf_counter()
+    first_line = None
     while not ended(process) and time.perf_counter() - began < PATIENCE:
         time.sleep(0.1)
         steps = read(log_dir, "step")
         if not steps:
             continue
-        if start is None:
-            start = time.perf_counter() - began
-        _, done, intervals = trained(steps)
+        if first_line is None:
+            first_line = time.perf_counter() - began
+        _, done = trained(steps)
         is_hopeless = steps[-1]["perf/images_per_sec"] < hopeless
-        # One interval will do if it is long.
-        enough = done >= seconds if intervals >= 2 else intervals and done >= 3 * seconds
-        if is_hopeless or enough:
+        if is_hopeless or done >= seconds:
             break
-    return start
+    return first_line
 
 
 def ended(process) -> bool:
-    # It stays to be waited for, as os.wait4 tells its memory.
+    # poll() would take its status, and os.wait4, which tells its memory, would find no process.
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class Search:
     """The trials on this machine, of the recipes in a folder."""
 
-    def __init__(self, folder: Path, given: list[str], default: Setting, seconds: float):
-        self.folder = folder
+    def __init__(self, args, given: list[str]):
+        self.folder = args.recipe.parent
         self.given = given
-        self.default = default
-        self.seconds = seconds
+        self.default = default_of(args)
+        self.seconds = args.seconds
+        self.on_gpu = on_gpu(args.device)
         self.interval = 1
         # Flags for another number of processes, so that it trains the same.
         self.same_training = []
@@ -245,7 +257,7 @@ class Search:
 
     def probe(self) -> dict:
         """Run the default for a moment: how long a step takes, and its flags."""
-        trial = run(self.command(self.default), seconds=0.1, interval=1)
+        trial = run(self.command(self.default), 0.1, self.interval, self.on_gpu)
         config = trial.config
         processes = self.default.processes
         batch = config["global_batch_size"]
@@ -258,13 +270,18 @@ class Search:
         self.interval = 1 if batch / trial.speed > 0.1 else 10
         return config
 
+    def run(self, setting: Setting, hopeless: float = 0) -> Trial:
+        command = self.command(setting)
+        return run(command, self.seconds, self.interval, self.on_gpu, hopeless)
+
     def measure(self, setting: Setting, hopeless: float = 0) -> None:
         """Run a trial, and print its row; raises InputError or RunError if it fails."""
-        trial = run(self.command(setting), self.seconds, self.interval, hopeless)
+        trial = self.run(setting, hopeless)
         self.trials[setting] = trial
-        ratio = trial.speed / self.trials[self.default].speed
+        ratio = trial.speed / self.speed(self.default)
+        name = setting.difference(self.default) or "default"
         cells = f"{trial.speed:,.0f} | {ratio:.2f} | {trial.memory:.1f} | {trial.start:.0f}"
-        print(f"| {self.name(setting)} | {cells} |", flush=True)
+        print(f"| {name} | {cells} |", flush=True)
 
     def try_all(self, settings: list[Setting]) -> None:
         """Measure those that are new, and note which are slower than the fastest before them."""
@@ -273,46 +290,48 @@ class Search:
             if setting in self.trials:
                 continue
             # The first line of a compiled model includes the compilation.
-            hopeless = 0 if setting.compile else HOPELESS * self.trials[base].speed
+            hopeless = 0 if setting.compile else HOPELESS * self.speed(base)
             try:
                 self.measure(setting, hopeless)
             except (InputError, RunError) as error:
-                print(f"| {self.name(setting)} | failed: {error} |", flush=True)
+                print(f"| {setting.difference(self.default)} | failed: {error} |", flush=True)
                 continue
-            ratio = self.trials[setting].speed / self.trials[base].speed
+            ratio = self.speed(setting) / self.speed(base)
             if ratio < SLOWER:
                 self.slower.append(f"{setting.difference(base)} ({ratio:.2f})")
 
-    def name(self, setting: Setting) -> str:
-        return setting.difference(self.default) or "default"
-
-    def hopes_for(self, precision: str) -> bool:
-        """Whether a trial in it was not hopelessly slow."""
-        speeds = [trial.speed for each, trial in self.trials.items() if each.precision == precision]
-        return bool(speeds) and max(speeds) > HOPELESS * self.trials[self.best()].speed
+    def speed(self, setting: Setting) -> float:
+        return self.trials[setting].speed
 
     def best(self) -> Setting:
-        return max(self.trials, key=lambda setting: self.trials[setting].speed)
+        return max(self.trials, key=self.speed)
+
+    def has_hope(self, setting: Setting) -> bool:
+        """Whether its trial did not fail, and was not hopelessly slow."""
+        return setting in self.trials and self.speed(setting) > HOPELESS * self.speed(self.best())
 
     def finals(self, turns: int) -> dict[Setting, float]:
-        """The medians of turns of the default and of the fastest others."""
-        fastest = sorted(self.trials, key=lambda setting: -self.trials[setting].speed)
-        speeds = {setting: [] for setting in {self.default: None} | dict.fromkeys(fastest[:2])}
+        """The medians of turns of the default and of the two fastest."""
+        fastest = sorted(self.trials, key=self.speed, reverse=True)
+        # The default may be one of them.
+        speeds = {setting: [] for setting in (self.default, *fastest[:2])}
         for _ in range(turns):
             for setting, found in speeds.items():
-                found.append(run(self.command(setting), self.seconds, self.interval).speed)
+                found.append(self.run(setting).speed)
         return {setting: statistics.median(found) for setting, found in speeds.items()}
 
 
 def default_of(args) -> Setting:
     """The setting of the recipe with its own flags, one process for each device."""
     processes = 1 if args.recipe.name == "single.py" else count_devices(args.device)
-    if args.recipe.name == "ddp_amp.py":
-        precision = args.amp_dtype
-    else:
-        precision = "tf32" if on_gpu(args.device) else "fp32"
+    precision = args.amp_dtype if args.recipe.name == "ddp_amp.py" else "fp32"
     return Setting(
-        precision, processes, None, args.channels_last, args.compile, args.workers, args.loader
+        precision,
+        processes,
+        channels_last=args.channels_last,
+        compile=args.compile,
+        workers=args.workers,
+        loader=args.loader,
     )
 
 
@@ -338,34 +357,53 @@ def placements(base: Setting, device: str) -> list[Setting]:
     return found
 
 
-def search(args, given) -> None:
-    default = default_of(args)
-    trials = Search(args.recipe.parent, given, default, args.seconds)
-    config = trials.probe()
-    print(f"the default: {trials.command(default)}\n")
-    print("| setting | images/s | of the default | GiB | s to the first step |")
-    print("| --- | ---: | ---: | ---: | ---: |", flush=True)
-    trials.measure(default)
-    # A CPU takes 50 times as long in fp16, also one that has units for it.
-    precisions = ["tf32", "fp32", "bf16", "fp16"] if on_gpu(args.device) else ["fp32", "bf16"]
-    if not (args.recipe.parent / "ddp_amp.py").exists():
-        precisions = [each for each in precisions if each.endswith("32")]
-    for channels_last in (False, True):
-        trials.try_all(
-            [replace(default, precision=each, channels_last=channels_last) for each in precisions]
-        )
-        # What is hopeless in one memory format is not tried in the other.
-        precisions = [each for each in precisions if trials.hopes_for(each)]
-    trials.try_all([replace(trials.best(), compile=not default.compile)])
-    trials.try_all(placements(trials.best(), args.device))
-    if "workers" in config and not config["synthetic"]:
-        more = 2 * config["workers"] + 1
-        trials.try_all([replace(trials.best(), workers=workers) for workers in (1, more)])
+def kinds(args, default: Setting) -> list[Setting]:
+    """The default in each precision."""
+    precisions = ["fp32"]
+    if (args.recipe.parent / "ddp_amp.py").exists():
+        precisions.append("bf16")
+        # A CPU trained at 1/60 of its speed in fp32, though it has AVX512-FP16 (mnist/ddp_amp.py;
+        # 2 cores of an Intel Xeon with AMX; torch 2.14.1; 2026-11-26).
         if on_gpu(args.device):
-            trials.try_all([replace(trials.best(), loader="nvimgcodec")])
-    if trials.slower:
-        print(f"slower here: {', '.join(trials.slower)}")
-    speeds = trials.finals(args.turns)
+            precisions.append("fp16")
+    found = [replace(default, precision=precision) for precision in precisions]
+    if on_gpu(args.device):
+        found.append(replace(default, precision="fp32", tf32=False))
+    return found
+
+
+def loading(base: Setting, config: dict, device: str) -> list[Setting]:
+    """Other numbers of loader workers, and on a GPU the other loader, where files are read."""
+    if "workers" not in config or config["synthetic"]:
+        return []
+    workers = config["workers"]
+    found = [replace(base, workers=other) for other in {workers // 2, 2 * workers} - {workers}]
+    if on_gpu(device):
+        found.append(replace(base, loader="nvimgcodec"))
+    return found
+
+
+def find(args, given) -> None:
+    """Print the trials, what is slower, and the fastest line."""
+    search = Search(args, given)
+    default = search.default
+    config = search.probe()
+    print(f"the default: {search.command(default)}\n")
+    print("| setting | images/s | of the default | GiB | s to the first line |")
+    print("| --- | ---: | ---: | ---: | ---: |", flush=True)
+    search.measure(default)
+    in_question = kinds(args, default)
+    for channels_last in (False, True):
+        settings = [replace(each, channels_last=channels_last) for each in in_question]
+        search.try_all(settings)
+        # What is hopeless in one memory format is not tried in the other.
+        in_question = [each for each in settings if search.has_hope(each)]
+    search.try_all([replace(search.best(), compile=not default.compile)])
+    search.try_all(placements(search.best(), args.device))
+    search.try_all(loading(search.best(), config, args.device))
+    if search.slower:
+        print(f"slower here: {', '.join(search.slower)}")
+    speeds = search.finals(args.turns)
     best = max(speeds, key=speeds.get)
     if best == default:
         print(f"in {args.turns} turns nothing was faster here than the default")
@@ -375,7 +413,7 @@ def search(args, given) -> None:
         f"the fastest trained {speeds[best]:,.0f} images/s, {ratio:.2f} times as many as the "
         f"default (medians of {args.turns} turns):"
     )
-    print(f"    {trials.command(best)}")
+    print(f"    {search.command(best)}")
 
 
 def parse_args():
@@ -401,6 +439,17 @@ def parse_args():
     return args, given
 
 
+def end(*_):
+    # An exception, so that the recipe is ended, too, and its folder removed.
+    sys.exit(128 + signal.SIGTERM)
+
+
 if __name__ == "__main__":
-    with plain_exits():
-        search(*parse_args())
+    signal.signal(signal.SIGTERM, end)
+    try:
+        find(*parse_args())
+    except (InputError, RunError) as error:
+        print(f"fastest.py: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

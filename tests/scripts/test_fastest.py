@@ -1,10 +1,12 @@
 """scripts/fastest.py: its trials are real runs, and the line that it recommends can be typed."""
 
 import re
+import signal
+import sys
 
 import pytest
 from forked import refused
-from launch import run
+from launch import Job, run, wait_until
 from recipes import ROOT
 
 from scripts import fastest
@@ -31,17 +33,20 @@ def test_recommended_line(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_train_the_same():
+def test_settings_train_the_same(monkeypatch):
     """Another number of processes gets the default's global batch and rate."""
-    default = fastest.Setting("fp32", 4)
-    search = fastest.Search(ROOT / "mnist", ["-b", "8"], default, 1)
+    command = f"fastest.py {ROOT}/mnist/ddp_launch.py --device cpu -b 8"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(fastest.devices, "own_cores", lambda: [0, 1, 2, 3])
+    search = fastest.Search(*fastest.parse_args())
     search.same_training = ["-G", "32", "--lr", "0.08"]
-    assert search.command(default).endswith(
-        "--nproc-per-node=4 " + f"{ROOT}/mnist/ddp_launch.py -b 8"
+    given = "-b 8 --device cpu"
+    assert search.command(search.default).endswith(
+        f"--nproc-per-node=4 {ROOT}/mnist/ddp_launch.py {given}"
     )
     one = fastest.Setting("bf16", 1, channels_last=True)
     assert search.command(one).endswith(
-        "mnist/ddp_amp.py -b 8 -G 32 --lr 0.08 --amp-dtype bf16 --channels-last"
+        f"mnist/ddp_amp.py {given} -G 32 --lr 0.08 --amp-dtype bf16 --channels-last"
     )
 
 
@@ -52,8 +57,20 @@ def event(epoch, samples, seconds):
 def test_speed_between_lines():
     """Without what came before the first line of an epoch: a start, or an evaluation."""
     events = [event(0, 10, 5), event(0, 30, 6), event(1, 10, 7), event(1, 20, 8)]
-    assert fastest.trained(events) == (30, 2, 2)
-    assert fastest.trained(events[:1]) == (0, 0, 0)
+    assert fastest.trained(events) == (30, 2)
+    assert fastest.trained(events[:1]) == (0, 0)
+    assert fastest.speed_of(events[:1]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_within_a_trial(number, tmp_path):
+    """No recipe trains on, and no log stays."""
+    job = Job(f"exec {FASTEST} {ROOT}/mnist/single.py {SMALL}", tmp_path, TMPDIR=str(tmp_path))
+    wait_until(lambda: list(tmp_path.glob("*/log/results.jsonl")), job)
+    job.process.send_signal(number)
+    assert job.finish() == 128 + number
+    assert job.alive() == []
+    assert list(tmp_path.glob("*/log")) == []
 
 
 def test_wrong_input(tmp_path):
