@@ -5,7 +5,7 @@
 
 Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close
 to grey; so do these. The quality of each is the highest that keeps it below 115 KB. DIR/train and
-DIR/val have four classes each.
+DIR/val have --classes each.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def encoded(image):
     raise ValueError(f"no quality makes it smaller than {BYTES} bytes")
 
 
-def make(folder, images):
+def make(folder, images, classes=4):
     """Fill `folder`/train with `images` images, `folder`/val with a fifth as many.
 
     Returns the mean size in bytes.
@@ -47,7 +47,7 @@ def make(folder, images):
     generator, sizes = np.random.default_rng(0), []
     for split, count in (("train", images), ("val", images // 5)):
         for number in range(count):
-            path = Path(folder, split, f"class{number % 4}", f"{number:05d}.JPEG")
+            path = Path(folder, split, f"class{number % classes}", f"{number:05d}.JPEG")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encoded(photo(generator)))
             sizes.append(path.stat().st_size)
@@ -60,8 +60,9 @@ def main():
     )
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--images", type=int, default=400, help="for training (default: 400)")
+    parser.add_argument("--classes", type=int, default=4, help="(default: 4)")
     args = parser.parse_args()
-    mean = make(args.folder, args.images)
+    mean = make(args.folder, args.images, args.classes)
     print(
         f"{args.images} images for training and {args.images // 5} for validation in "
         f"{args.folder}, "

@@ -60,30 +60,35 @@ def accuracy_lines(results):
 def peers_lines(result):
     rows = []
     for name, turns in result["turns"].items():
-        ratios = [
-            statistics.median(own[figure] / other[figure] for other, own in turns)
-            for figure in ("seconds", "images_per_sec", "memory")
-        ]
+        ratios = [f"{ratio:.2f}" for ratio in peers.ratios_of(turns)]
         reached = [
             f"{statistics.median(one['accuracy'] for one in who):.1f}%"
             for who in zip(*turns, strict=True)
         ]
-        rows.append([name, peers.PEERS[name][2], *(f"{ratio:.2f}" for ratio in ratios), *reached])
+        rows.append([name, peers.PEERS[name].recipe, *result["lines"][name], *ratios, *reached])
     return [
-        (
-            "**Beside the examples of PyTorch and Horovod**, with their model, optimizer and "
-            "batch, and our schedule."
-        ),
-        f"Example and recipe ran alternately, {result['repeats']} times each, with `--epochs "
+        "**Beside what else people would take**, with the same model, optimizer and batch, and our "
+        "schedule.",
+        f"Script and recipe ran alternately, {result['repeats']} times each, with `--epochs "
         f"{result['epochs']}`.",
-        "Time, images/s and memory are medians of our figure divided by theirs. Time and "
-        "memory are those of the",
-        "whole command, images/s those of training. The generated JPEGs have nothing to "
-        "learn: 25% is chance",
-        "([peers.md](benchmarks/results/peers.md)).",
+        "Lines are those of code in the script and in the recipe. Time, images/s and memory are "
+        "medians of our",
+        "figure divided by theirs. Time and memory are those of the whole command, images/s those "
+        "of training. The",
+        "generated JPEGs have nothing to learn ([peers.md](benchmarks/results/peers.md)).",
         "",
         runs.table(
-            ["example", "our recipe", "time", "images/s", "memory", "their accuracy", "ours"],
+            [
+                "script",
+                "our recipe",
+                "their lines",
+                "ours",
+                "time",
+                "images/s",
+                "memory",
+                "their accuracy",
+                "ours",
+            ],
             rows,
             left=2,
         ),

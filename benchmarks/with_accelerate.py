@@ -1,0 +1,130 @@
+"""Train our ConvNet on MNIST or CIFAR-10 with Hugging Face accelerate: peers.py and interrupted.py
+compare it with our recipes.
+
+    pip install accelerate torchvision
+    python benchmarks/with_accelerate.py --dataset mnist
+    torchrun --nproc-per-node=2 benchmarks/with_accelerate.py --dataset mnist
+
+As the documentation of accelerate suggests: a loop of one's own, whose objects `prepare` wraps,
+and checkpoints as in its examples/by_feature/checkpointing.py. With --resume it goes on from the
+newest checkpoint.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+from images.models import ConvNet
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--weight-decay", type=float, default=0)
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--seedable-sampler", action="store_true")
+    parser.add_argument("--print-steps", action="store_true")
+    return parser.parse_args()
+
+
+def load_data(args):
+    """The datasets for training and validation, and the shape of an image."""
+    if args.dataset == "mnist":
+        normalise = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        augment = []
+        dataset = datasets.MNIST
+        shape = {"channels": 1, "size": 28}
+    else:
+        mean = (0.4914, 0.4822, 0.4465)
+        std = (0.2470, 0.2435, 0.2616)
+        normalise = [transforms.ToTensor(), transforms.Normalize(mean, std)]
+        augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        dataset = datasets.CIFAR10
+        shape = {"channels": 3, "size": 32}
+    train_transform = transforms.Compose(augment + normalise)
+    val_transform = transforms.Compose(normalise)
+    train_set = dataset(args.data_dir, train=True, transform=train_transform, download=True)
+    val_set = dataset(args.data_dir, train=False, transform=val_transform)
+    return train_set, val_set, shape
+
+
+def evaluate(accelerator, model, val_loader):
+    """The accuracy over the validation set."""
+    model.eval()
+    correct = 0
+    count = 0
+    for images, labels in val_loader:
+        with torch.no_grad():
+            predictions = model(images).argmax(1)
+        predictions, labels = accelerator.gather_for_metrics((predictions, labels))
+        correct += (predictions == labels).sum().item()
+        count += len(labels)
+    return correct / count
+
+
+def main():
+    args = parse_args()
+    config = DataLoaderConfiguration(use_seedable_sampler=args.seedable_sampler)
+    accelerator = Accelerator(dataloader_config=config)
+    set_seed(0)
+    train_set, val_set, shape = load_data(args)
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
+    val_loader = DataLoader(val_set, 1000, num_workers=args.workers)
+    model = ConvNet(**shape)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay
+    )
+    model, optimizer, train_loader, val_loader = accelerator.prepare(
+        model, optimizer, train_loader, val_loader
+    )
+    step = 0
+    saved = list(Path("checkpoints").glob("step_*"))
+    if args.resume and saved:
+        newest = max(saved, key=os.path.getctime)
+        accelerator.load_state(newest)
+        step = int(newest.name.removeprefix("step_"))
+    first_epoch = step // len(train_loader)
+    steps_to_skip = step % len(train_loader)
+    for epoch in range(first_epoch, args.epochs):
+        model.train()
+        began = time.perf_counter()
+        active_loader = train_loader
+        if epoch == first_epoch and steps_to_skip:
+            active_loader = accelerator.skip_first_batches(train_loader, steps_to_skip)
+        for images, labels in active_loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            step += 1
+            if args.print_steps:
+                print(f"step {step}", flush=True)
+            if args.checkpoint_every and step % args.checkpoint_every == 0:
+                accelerator.save_state(f"checkpoints/step_{step}")
+        rate = len(train_set) / (time.perf_counter() - began)
+        accuracy = evaluate(accelerator, model, val_loader)
+        accelerator.print(f"epoch {epoch + 1}: Accuracy: {accuracy:.2%}")
+        accelerator.print(f"{rate:,.0f} images/s")
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Train our ConvNet on MNIST or CIFAR-10 with Lightning's Trainer: peers.py and interrupted.py
+compare it with our recipes.
+
+    pip install lightning torchvision
+    python benchmarks/with_lightning.py --dataset mnist --devices 2
+
+As Lightning's documentation suggests: a LightningModule, DataLoaders, a Trainer. With
+--checkpoint-every it goes on from the last checkpoint, if there is one.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+from images.models import ConvNet
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--weight-decay", type=float, default=0)
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS")
+    parser.add_argument("--save-on-exception", action="store_true")
+    parser.add_argument("--print-steps", action="store_true")
+    return parser.parse_args()
+
+
+def load_data(args):
+    """The datasets for training and validation, and the shape of an image."""
+    if args.dataset == "mnist":
+        normalise = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+        augment = []
+        dataset = datasets.MNIST
+        shape = {"channels": 1, "size": 28}
+    else:
+        mean = (0.4914, 0.4822, 0.4465)
+        std = (0.2470, 0.2435, 0.2616)
+        normalise = [transforms.ToTensor(), transforms.Normalize(mean, std)]
+        augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        dataset = datasets.CIFAR10
+        shape = {"channels": 3, "size": 32}
+    train_transform = transforms.Compose(augment + normalise)
+    val_transform = transforms.Compose(normalise)
+    train_set = dataset(args.data_dir, train=True, transform=train_transform, download=True)
+    val_set = dataset(args.data_dir, train=False, transform=val_transform)
+    return train_set, val_set, shape
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, args, shape):
+        super().__init__()
+        self.args = args
+        self.model = ConvNet(**shape)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(
+            self.parameters(), self.args.lr, momentum=0.9, weight_decay=self.args.weight_decay
+        )
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        loss = F.cross_entropy(self.model(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        images, labels = batch
+        accuracy = (self.model(images).argmax(1) == labels).float().mean()
+        self.log("val_accuracy", accuracy, sync_dist=True)
+
+    def on_train_epoch_start(self):
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.args.print_steps:
+            print(f"step {self.trainer.global_step}", flush=True)
+
+    def on_validation_start(self):
+        self.ended = time.perf_counter()
+
+    def on_train_epoch_end(self):
+        # After the validation of the epoch.
+        accuracy = self.trainer.callback_metrics["val_accuracy"]
+        images = len(self.trainer.train_dataloader.dataset)
+        rate = images / (self.ended - self.began)
+        self.print(f"\nepoch {self.current_epoch + 1}: Accuracy: {accuracy:.2%}")
+        self.print(f"{rate:,.0f} images/s")
+
+
+def main():
+    args = parse_args()
+    L.seed_everything(0)
+    train_set, val_set, shape = load_data(args)
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
+    val_loader = DataLoader(val_set, 1000, num_workers=args.workers)
+    callbacks = []
+    if args.checkpoint_every:
+        saver = ModelCheckpoint(
+            dirpath="checkpoints",
+            every_n_train_steps=args.checkpoint_every,
+            save_last=True,
+            save_on_exception=args.save_on_exception,
+        )
+        callbacks.append(saver)
+    trainer = L.Trainer(max_epochs=args.epochs, devices=args.devices, callbacks=callbacks)
+    # "last": from the last checkpoint, if there is one.
+    last = "last" if args.checkpoint_every else None
+    model = Classifier(args, shape)
+    trainer.fit(model, train_loader, val_loader, ckpt_path=last)
+    if trainer.is_global_zero:
+        torch.save(model.model.state_dict(), "weights.pt")
+
+
+if __name__ == "__main__":
+    main()
