@@ -91,7 +91,8 @@ CIFAR10 = "--dataset cifar10 --data-dir ../data --batch-size 128 --lr 0.02 --wei
 OUR_CIFAR10 = "--model convnet -b 128 --lr 0.02 --weight-decay 5e-4 --scale-lr none"
 TORCHRUN = "torchrun --standalone --nproc-per-node=2"
 OUR_IMAGENET = (
-    "python {recipe} -a resnet18 --lr 0.1 --label-smoothing 0 -b 32 -j 1 --epochs {epochs}"
+    "python {recipe} -a resnet18 --lr 0.1 --label-smoothing 0 -b 32 -j 1 --epochs {epochs} "
+    "--data-dir ../tree"
 )
 LIGHTNING = BENCHMARKS / "with_lightning.py"
 ACCELERATE = BENCHMARKS / "with_accelerate.py"
