@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measure the tables and plots of benchmarks/results on this machine, but for the two that its README.md names: make
 # benchmarks. Takes over an hour on two cores, which should be idle otherwise. With the data sets in data/ it also trains
-# for accuracy (hours, but what is in runs/accuracy is not repeated); with checkouts of pytorch/examples and horovod in
-# peers/ it compares with them; as root it checks the cost model on slow links. The first argument is the folder for the
-# results; the others go to the scripts that repeat runs.
+# for accuracy (hours, but what is in runs/accuracy is not repeated); with peers/, filled as benchmarks/peers.py --help
+# says, it compares with what is there; as root it checks the cost model on slow links. The first argument is the folder
+# for the results; the others go to the scripts that repeat runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
@@ -43,9 +43,12 @@ python benchmarks/model.py --out "$results" > /dev/null
 if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ] && command -v horovodrun > /dev/null; then
     python benchmarks/accuracy.py --out "$results" > /dev/null
 fi
-if [ -d data/MNIST ] && [ -d peers/examples ] && [ -d peers/horovod ] && command -v horovodrun > /dev/null; then
-    [ -d runs/jpegs ] || python benchmarks/jpeg_tree.py runs/jpegs --images 192
+if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ] && [ -d peers ]; then
+    [ -d runs/jpegs ] || python benchmarks/jpeg_tree.py runs/jpegs --images 192 --classes 10
     python benchmarks/peers.py --peers peers --tree runs/jpegs --out "$results" > /dev/null
+fi
+if [ -d data/MNIST ] && [ -d peers/venv ]; then
+    python benchmarks/interrupted.py --peers peers --out "$results" > /dev/null
 fi
 if [ "$(id -u)" = 0 ] && command -v ip > /dev/null && command -v horovodrun > /dev/null; then
     python benchmarks/network.py --out "$results" > /dev/null

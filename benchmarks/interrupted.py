@@ -13,7 +13,7 @@ step afterwards. Its weights at the end are compared with those of a run without
 bit. That comparison says something only where two such runs agree, so there are two.
 
 Beside the defaults there are options that help: Lightning's save_on_exception, and accelerate's
-use_seedable_sampler.
+use_seedable_sampler with set_epoch.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ TRAINERS = {
     "accelerate": Trainer(
         f"{{venv}}/python {ACCELERATE} {COMMON} --print-steps", "--resume", "weights.pt"
     ),
-    "accelerate, use_seedable_sampler": Trainer(
+    "accelerate, use_seedable_sampler and set_epoch": Trainer(
         f"{{venv}}/python {ACCELERATE} {COMMON} --print-steps --seedable-sampler",
         "--resume",
         "weights.pt",

@@ -5,7 +5,7 @@
 
 Photographs have a spectrum that falls with the frequency (Field 1987), and colours that are close
 to grey; so do these. The quality of each is the highest that keeps it below 115 KB. DIR/train and
-DIR/val have --classes each.
+DIR/val have the same classes, 4 or --classes.
 """
 
 import argparse

@@ -284,22 +284,26 @@ def measure(command, cwd, environment, images):
         raise RunError(
             f"{command} ended with {process.returncode}: {lines[-1][1] if lines else ''}"
         )
-    text = "\n".join(line for _, line in lines)
-    found = re.findall(
-        r"val loss \S+ acc ([\d.]+)%|Accuracy: (\d+/\d+) |Accuracy: "
-        # timm has the batch's accuracy, and in brackets the average.
-        r"([\d.]+)%|Acc@1 ([\d.]+) |Acc@1: +[\d.]+ \( *([\d.]+)\)",
-        text,
-    )[-1]
-    # MNIST's example rounds its percentage to a whole number.
-    correct, _, total = "".join(found).partition("/")
-    accuracy = 100 * int(correct) / int(total) if total else float(correct)
     return {
         "seconds": seconds,
         "memory": used.ru_maxrss / 2**20,
         "images_per_sec": images_per_sec(lines, images),
-        "accuracy": accuracy,
+        "accuracy": accuracy([line for _, line in lines]),
     }
+
+
+def accuracy(lines):
+    """The last accuracy in what a script printed, in percent."""
+    forms = (
+        r"val loss \S+ acc ([\d.]+)%",  # a recipe
+        r"Accuracy: (\d+/\d+) ",  # MNIST's example rounds its percentage to a whole number
+        r"Accuracy: ([\d.]+)%",
+        r"Acc@1 ([\d.]+) ",
+        r"Acc@1: +[\d.]+ \( *([\d.]+)\)",  # timm has the batch's, and in brackets the average
+    )
+    found = "".join(re.findall("|".join(forms), "\n".join(lines))[-1])
+    correct, _, total = found.partition("/")
+    return 100 * int(correct) / int(total) if total else float(correct)
 
 
 def images_per_sec(lines, images):

@@ -105,6 +105,9 @@ def main():
     for epoch in range(first_epoch, args.epochs):
         model.train()
         began = time.perf_counter()
+        if args.seedable_sampler:
+            # No example of accelerate calls it, but a new process counts the epochs from 0.
+            train_loader.set_epoch(epoch)
         active_loader = train_loader
         if epoch == first_epoch and steps_to_skip:
             active_loader = accelerator.skip_first_batches(train_loader, steps_to_skip)

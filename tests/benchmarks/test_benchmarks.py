@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import accuracy
 import host_time
+import interrupted
 import model
 import network
 import peers
@@ -21,7 +25,7 @@ import sharding
 import torch
 from cluster import need_cluster
 from forked import ForkedJob, compute
-from launch import Job, need_horovod, run
+from launch import Job, need, need_horovod, run
 from PIL import Image
 from recipes import ROOT
 
@@ -298,14 +302,164 @@ def test_accuracy(forked_runs, tmp_path, monkeypatch, capsys):
             ("[1,1]<stdout>:Train Epoch: 2 [150/300 (50%)]\tLoss: 0.3"),
         ],
         ["Epoch: [1][ 1/21]\tTime  0.1", "Epoch: [1][11/21]\tTime  0.1", "Test: [ 1/10]\tTime 0.1"],
+        ["Epoch: [1]  [ 0/20]  eta: 0:00:00", "Epoch: [1]  [10/20]  eta: 0:00:00", "Test:   [0/3]"],
+        [
+            "Train: 1 [   0/20 (  5%)]  Loss: 2",
+            "Train: 1 [  10/20 ( 55%)]  Loss: 2",
+            "Test: [ 0/2]",
+        ],
         ["epoch 2/2: loss 0.1 acc 97.00% | val loss 0.1 acc 97.00% | 150 images/s | 1% data wait"],
     ],
 )
 def test_speed_of_an_example(lines):
     """Half of 600 images in two seconds, in the last epoch."""
-    before = lines[0].replace(" 2 [", " 1 [").replace("[1][", "[0][").replace(" 150 ", " 100 ")
+    before = lines[0].replace(" 2 [", " 1 [").replace("[1]", "[0]").replace(" 150 ", " 100 ")
+    before = before.replace("Train: 1", "Train: 0")
     timed = [(0.5, before), *((1 + 2 * number, line) for number, line in enumerate(lines))]
     assert peers.images_per_sec(timed, 600) == pytest.approx(150, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"),
+    [
+        ("epoch 2/2: loss 0.1 acc 97.00% | val loss 0.1 acc 98.25% | 150 images/s", 98.25),
+        ("Test set: Average loss: 0.0, Accuracy: 9825/10000 (98%)", 98.25),
+        ("epoch 1: Accuracy: 98.25%", 98.25),
+        ("Test:  Acc@1 12.500 Acc@5 50.000", 12.5),
+        ("Test: [   1/1]  Time: 0.1 (0.1)  Acc@1:  25.000 ( 12.500)  Acc@5: 50.000 ( 50.0)", 12.5),
+    ],
+)
+def test_accuracy_of_an_example(line, percent):
+    """The last one."""
+    assert peers.accuracy([line.replace("2", "1"), line, "the end"]) == percent
+
+
+def test_lines_of_code(tmp_path):
+    """Without blank lines, comments and docstrings; a statement can have several lines."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        '''"""Says
+what it does."""
+
+import os  # a comment
+
+# Another.
+def double(number):
+    """Twice the number."""
+    return (
+        number
+
+        + number
+    )
+
+
+TEXT = """
+not a docstring
+"""
+'''
+    )
+    assert peers.lines_of_code(path) == 1 + 1 + 4 + 3
+
+
+def write_mnist(folder, train):
+    """MNIST's files, with so many random images for training, and 100 for validation."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, count in (("train", train), ("t10k", 100)):
+        images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        labels = (torch.arange(count) % 10).to(torch.uint8)
+        for kind, magic, sizes, values in (
+            ("images-idx3", 2051, (count, 28, 28), images),
+            ("labels-idx1", 2049, (count,), labels),
+        ):
+            header = struct.pack(f">{1 + len(sizes)}i", magic, *sizes)
+            (raw / f"{name}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+def their_environment():
+    """The folder for --peers whose venv has the libraries that we compare with."""
+    folder = Path(os.environ.get("PEERS", ROOT / "peers"))
+    need(
+        (folder / "venv" / "bin" / "python").exists(),
+        "python -m venv peers/venv; peers/venv/bin/pip install torch torchvision lightning "
+        "accelerate; or PEERS=DIR with such a venv",
+    )
+    return folder
+
+
+def test_a_script_of_others(tmp_path, monkeypatch, capsys):
+    """One that only prints: its row, ours, and the ratios; and a script that is not there."""
+    write_mnist(tmp_path / "data", train=640)
+    (tmp_path / "theirs.py").write_text(
+        'print("epoch 1: Accuracy: 50.00%")\nprint("100 images/s")\n'
+    )
+    ours = "python {recipe} -b 64 --epochs {epochs}"
+    pairs = {
+        "theirs": peers.Pair("theirs.py", "python {script}", "mnist/single.py", ours),
+        "none": peers.Pair("none.py", "python {script}", "mnist/single.py", ours),
+    }
+    monkeypatch.setattr(peers, "PEERS", pairs)
+    flags = f"--peers {tmp_path} --data-dir {tmp_path}/data --repeats 1 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["peers.py", *flags.split(), "--out", str(tmp_path)])
+    peers.main()
+    shown = capsys.readouterr()
+    assert f"without {tmp_path}/none.py, this is left out: none" in shown.err
+    result = json.loads((tmp_path / "peers.json").read_text())
+    ((theirs, own),) = result["turns"]["theirs"]
+    assert (theirs["accuracy"], theirs["images_per_sec"]) == (50, 100)
+    assert own["images_per_sec"] > 0 and own["memory"] > theirs["memory"]
+    assert result["lines"] == {"theirs": [2, peers.lines_of_code(ROOT / "mnist/single.py")]}
+    assert f"| theirs | 2 | {theirs['seconds']:.1f} | 100 |" in shown.out
+    ratio = own["images_per_sec"] / 100
+    assert f" | {own['seconds'] / theirs['seconds']:.2f} | {ratio:.2f} |" in shown.out
+    assert f"| theirs | mnist/single.py | 2 | {result['lines']['theirs'][1]} |" in "\n".join(
+        readme.peers_lines(result)
+    )
+
+
+def test_lightning_and_accelerate(tmp_path, monkeypatch):
+    """Both on two processes."""
+    folder = their_environment()
+    write_mnist(tmp_path / "data", train=640)
+    flags = f"--peers {folder} --data-dir {tmp_path}/data --repeats 1 --device cpu"
+    names = ["Lightning, MNIST, two processes", "accelerate, MNIST, two processes"]
+    monkeypatch.setattr(
+        sys, "argv", ["peers.py", *flags.split(), "--out", str(tmp_path), "--only", *names]
+    )
+    peers.main()
+    turns = json.loads((tmp_path / "peers.json").read_text())["turns"]
+    assert list(turns) == names
+    for ((theirs, _),) in turns.values():
+        assert theirs["images_per_sec"] > 0 and 0 <= theirs["accuracy"] <= 100
+
+
+@pytest.mark.parametrize("who", ["our mnist/single.py", "Lightning", "accelerate"])
+def test_interrupted(who, tmp_path, monkeypatch, capsys):
+    """20 steps in two epochs, a checkpoint every 4, and a signal after step 14."""
+    if who.startswith("our"):
+        folder = tmp_path
+        (tmp_path / "venv" / "bin").mkdir(parents=True)
+        (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
+    else:
+        folder = their_environment()
+    write_mnist(tmp_path / "data", train=640)
+    monkeypatch.setattr(interrupted, "TRAINERS", {who: interrupted.TRAINERS[who]})
+    flags = f"--peers {folder} --data-dir {tmp_path}/data --checkpoint-every 4 --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["interrupted.py", *flags.split()])
+    interrupted.main()
+    measured = json.loads((tmp_path / "interrupted.json").read_text())["trainers"][who]
+    assert measured["steps"] == 20 and measured["repeatable"]
+    killed = measured["signals"]["SIGKILL"]
+    told = measured["signals"]["SIGTERM"]
+    for figures in (killed, told):
+        assert figures["last_before"] >= 14 and figures["last_after"] == 20
+        assert figures["repeated"] == figures["last_before"] + 1 - figures["first_after"]
+    assert killed["status"] == -signal.SIGKILL and killed["repeated"] > 0
+    if who.startswith("our"):
+        assert told["repeated"] == told["status"] == 0
+        assert killed["within_epoch"] and killed["same_weights"] and told["same_weights"]
+    assert f"| {who} | SIGKILL | -9 | {killed['last_before']} |" in capsys.readouterr().out
 
 
 def test_host_time(tmp_path):
