@@ -65,9 +65,9 @@ FLAGS = "--warmup-epochs 0 --log-dir log"
 class Pair:
     """A script of others, and our recipe that does the same.
 
-    `script` is a path in --peers, or one of this folder. `theirs` and `ours` are the commands, in
-    which {script}, {recipe}, {venv}, {epochs}, {classes} and {device} are filled in. `changes` are
-    lines of the recipe, and what the script has instead.
+    `script` is a path in --peers, or one of this folder. `theirs` and `ours` are the commands;
+    `compare` fills in what is in braces. `changes` are lines of the recipe, and what the script has
+    instead.
     """
 
     script: str | Path
@@ -81,19 +81,27 @@ class Pair:
         return Path(self.recipe).parent.name
 
 
-# On two cores, one process has a core left for a worker of its DataLoader, as Lightning advises.
-# Two processes have none.
-ONE_PROCESS = "--workers 1"
-TWO_PROCESSES = "--workers 0"
-MNIST = "--dataset mnist --data-dir ../data --batch-size 64 --lr 0.02"
-OUR_MNIST = "-b 64 --lr 0.02 --scale-lr none"
-CIFAR10 = "--dataset cifar10 --data-dir ../data --batch-size 128 --lr 0.02 --weight-decay 5e-4"
-OUR_CIFAR10 = "--model convnet -b 128 --lr 0.02 --weight-decay 5e-4 --scale-lr none"
-TORCHRUN = "torchrun --standalone --nproc-per-node=2"
+MNIST = "--dataset mnist --data-dir ../data --batch-size 64 --lr 0.02 --epochs {epochs}"
+OUR_MNIST = "{recipe} -b 64 --lr 0.02 --scale-lr none --epochs {epochs}"
+CIFAR10 = (
+    "--dataset cifar10 --data-dir ../data --batch-size 128 --lr 0.02 --weight-decay 5e-4 "
+    "--epochs {epochs}"
+)
+OUR_CIFAR10 = (
+    "{recipe} --model convnet -b 128 --lr 0.02 --weight-decay 5e-4 --scale-lr none "
+    "--epochs {epochs}"
+)
 OUR_IMAGENET = (
     "python {recipe} -a resnet18 --lr 0.1 --label-smoothing 0 -b 32 -j 1 --epochs {epochs} "
     "--data-dir ../tree"
 )
+TORCHRUN = "torchrun --standalone --nproc-per-node=2 "
+# On two cores, one process leaves a core for a worker of its DataLoader, as Lightning advises. Two
+# processes leave none.
+LIGHTNING_ONE = "{venv}/python {script} --workers 1 "
+LIGHTNING_TWO = "{venv}/python {script} --workers 0 --devices 2 "
+ACCELERATE_ONE = "{venv}/python {script} --workers 1 "
+ACCELERATE_TWO = "{venv}/" + TORCHRUN + "{script} --workers 0 {cpu} "
 LIGHTNING = BENCHMARKS / "with_lightning.py"
 ACCELERATE = BENCHMARKS / "with_accelerate.py"
 
@@ -128,52 +136,28 @@ PEERS = {
         {MODEL: "Net()"},
     ),
     "Lightning, MNIST, one process": Pair(
-        LIGHTNING,
-        "{venv}/python {script} " + f"{MNIST} {ONE_PROCESS}" + " --epochs {epochs}",
-        "mnist/single.py",
-        "python {recipe} " + OUR_MNIST + " --epochs {epochs}",
+        LIGHTNING, LIGHTNING_ONE + MNIST, "mnist/single.py", "python " + OUR_MNIST
     ),
     "Lightning, MNIST, two processes": Pair(
-        LIGHTNING,
-        "{venv}/python {script} --devices 2 " + f"{MNIST} {TWO_PROCESSES}" + " --epochs {epochs}",
-        "mnist/ddp_launch.py",
-        TORCHRUN + " {recipe} " + OUR_MNIST + " --epochs {epochs}",
+        LIGHTNING, LIGHTNING_TWO + MNIST, "mnist/ddp_launch.py", TORCHRUN + OUR_MNIST
     ),
     "Lightning, CIFAR-10, one process": Pair(
-        LIGHTNING,
-        "{venv}/python {script} " + f"{CIFAR10} {ONE_PROCESS}" + " --epochs {epochs}",
-        "cifar10/single.py",
-        "python {recipe} " + OUR_CIFAR10 + " --epochs {epochs}",
+        LIGHTNING, LIGHTNING_ONE + CIFAR10, "cifar10/single.py", "python " + OUR_CIFAR10
     ),
     "Lightning, CIFAR-10, two processes": Pair(
-        LIGHTNING,
-        "{venv}/python {script} --devices 2 " + f"{CIFAR10} {TWO_PROCESSES}" + " --epochs {epochs}",
-        "cifar10/ddp_launch.py",
-        TORCHRUN + " {recipe} " + OUR_CIFAR10 + " --epochs {epochs}",
+        LIGHTNING, LIGHTNING_TWO + CIFAR10, "cifar10/ddp_launch.py", TORCHRUN + OUR_CIFAR10
     ),
     "accelerate, MNIST, one process": Pair(
-        ACCELERATE,
-        "{venv}/python {script} " + f"{MNIST} {ONE_PROCESS}" + " --epochs {epochs}",
-        "mnist/single.py",
-        "python {recipe} " + OUR_MNIST + " --epochs {epochs}",
+        ACCELERATE, ACCELERATE_ONE + MNIST, "mnist/single.py", "python " + OUR_MNIST
     ),
     "accelerate, MNIST, two processes": Pair(
-        ACCELERATE,
-        "{venv}/" + TORCHRUN + " {script} " + f"{MNIST} {TWO_PROCESSES}" + " --epochs {epochs}",
-        "mnist/ddp_launch.py",
-        TORCHRUN + " {recipe} " + OUR_MNIST + " --epochs {epochs}",
+        ACCELERATE, ACCELERATE_TWO + MNIST, "mnist/ddp_launch.py", TORCHRUN + OUR_MNIST
     ),
     "accelerate, CIFAR-10, one process": Pair(
-        ACCELERATE,
-        "{venv}/python {script} " + f"{CIFAR10} {ONE_PROCESS}" + " --epochs {epochs}",
-        "cifar10/single.py",
-        "python {recipe} " + OUR_CIFAR10 + " --epochs {epochs}",
+        ACCELERATE, ACCELERATE_ONE + CIFAR10, "cifar10/single.py", "python " + OUR_CIFAR10
     ),
     "accelerate, CIFAR-10, two processes": Pair(
-        ACCELERATE,
-        "{venv}/" + TORCHRUN + " {script} " + f"{CIFAR10} {TWO_PROCESSES}" + " --epochs {epochs}",
-        "cifar10/ddp_launch.py",
-        TORCHRUN + " {recipe} " + OUR_CIFAR10 + " --epochs {epochs}",
+        ACCELERATE, ACCELERATE_TWO + CIFAR10, "cifar10/ddp_launch.py", TORCHRUN + OUR_CIFAR10
     ),
     "pytorch/examples, ImageNet's script on generated JPEGs, ResNet-18, one process": Pair(
         "examples/imagenet/main.py",
@@ -342,6 +326,7 @@ def compare(arguments, name, work):
         "venv": arguments.peers / "venv" / "bin",
         "epochs": arguments.epochs,
         "classes": arguments.classes,
+        "cpu": "--cpu" if arguments.device == "cpu" else "",
         "device": "cuda" if arguments.device == "auto" and torch.cuda.is_available() else "cpu",
     }
     environment = runs.environment(arguments.threads) | {"PYTHONUNBUFFERED": "1"}

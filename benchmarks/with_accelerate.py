@@ -3,7 +3,9 @@ compare it with our recipes.
 
     pip install accelerate torchvision
     python benchmarks/with_accelerate.py --dataset mnist
-    torchrun --nproc-per-node=2 benchmarks/with_accelerate.py --dataset mnist
+    torchrun --nproc-per-node=2 benchmarks/with_accelerate.py --cpu --dataset mnist
+
+It needs --cpu for several processes without GPUs, or each of them trains alone.
 
 As the documentation of accelerate suggests: a loop of one's own, whose objects `prepare` wraps,
 and checkpoints as in its examples/by_feature/checkpointing.py. With --resume it goes on from the
@@ -18,12 +20,12 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+import small_images  # beside this file
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 
 from images.models import ConvNet
 
@@ -32,6 +34,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
     parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=0)
@@ -42,27 +45,6 @@ def parse_args():
     parser.add_argument("--seedable-sampler", action="store_true")
     parser.add_argument("--print-steps", action="store_true")
     return parser.parse_args()
-
-
-def load_data(args):
-    """The datasets for training and validation, and the shape of an image."""
-    if args.dataset == "mnist":
-        normalise = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-        augment = []
-        dataset = datasets.MNIST
-        shape = {"channels": 1, "size": 28}
-    else:
-        mean = (0.4914, 0.4822, 0.4465)
-        std = (0.2470, 0.2435, 0.2616)
-        normalise = [transforms.ToTensor(), transforms.Normalize(mean, std)]
-        augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-        dataset = datasets.CIFAR10
-        shape = {"channels": 3, "size": 32}
-    train_transform = transforms.Compose(augment + normalise)
-    val_transform = transforms.Compose(normalise)
-    train_set = dataset(args.data_dir, train=True, transform=train_transform, download=True)
-    val_set = dataset(args.data_dir, train=False, transform=val_transform)
-    return train_set, val_set, shape
 
 
 def evaluate(accelerator, model, val_loader):
@@ -82,9 +64,9 @@ def evaluate(accelerator, model, val_loader):
 def main():
     args = parse_args()
     config = DataLoaderConfiguration(use_seedable_sampler=args.seedable_sampler)
-    accelerator = Accelerator(dataloader_config=config)
+    accelerator = Accelerator(cpu=args.cpu, dataloader_config=config)
     set_seed(0)
-    train_set, val_set, shape = load_data(args)
+    train_set, val_set, shape = small_images.load(args.dataset, args.data_dir)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
     val_loader = DataLoader(val_set, 1000, num_workers=args.workers)
     model = ConvNet(**shape)

@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import lightning as L
+import small_images  # beside this file
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 
 from images.models import ConvNet
 
@@ -39,27 +39,6 @@ def parse_args():
     parser.add_argument("--save-on-exception", action="store_true")
     parser.add_argument("--print-steps", action="store_true")
     return parser.parse_args()
-
-
-def load_data(args):
-    """The datasets for training and validation, and the shape of an image."""
-    if args.dataset == "mnist":
-        normalise = [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
-        augment = []
-        dataset = datasets.MNIST
-        shape = {"channels": 1, "size": 28}
-    else:
-        mean = (0.4914, 0.4822, 0.4465)
-        std = (0.2470, 0.2435, 0.2616)
-        normalise = [transforms.ToTensor(), transforms.Normalize(mean, std)]
-        augment = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
-        dataset = datasets.CIFAR10
-        shape = {"channels": 3, "size": 32}
-    train_transform = transforms.Compose(augment + normalise)
-    val_transform = transforms.Compose(normalise)
-    train_set = dataset(args.data_dir, train=True, transform=train_transform, download=True)
-    val_set = dataset(args.data_dir, train=False, transform=val_transform)
-    return train_set, val_set, shape
 
 
 class Classifier(L.LightningModule):
@@ -110,7 +89,7 @@ class Classifier(L.LightningModule):
 def main():
     args = parse_args()
     L.seed_everything(0)
-    train_set, val_set, shape = load_data(args)
+    train_set, val_set, shape = small_images.load(args.dataset, args.data_dir)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
     val_loader = DataLoader(val_set, 1000, num_workers=args.workers)
     callbacks = []
