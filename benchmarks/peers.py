@@ -215,7 +215,8 @@ def missing(pair, arguments):
         return str(script)
     if "{venv}" in pair.theirs and not python.exists():
         return str(python)
-    if "horovodrun" in pair.ours and shutil.which("horovodrun") is None:
+    path = runs.environment(arguments.threads)["PATH"]
+    if "horovodrun" in pair.ours and shutil.which("horovodrun", path=path) is None:
         return "horovodrun"
     if pair.data() == "imagenet" and arguments.tree is None:
         return "--tree"
