@@ -86,41 +86,41 @@ class CropFlipLoader(TensorLoader):
 
     def __init__(self, dataset, sampler, batch_size, device):
         super().__init__(dataset, sampler, batch_size, device)
-        images, self.labels = self.tensors
+        images, labels = self.tensors
+        channels, height, width = images.shape[1:]
         padded = F.pad(images, (self.PADDING,) * 4)
-        # [mirrored, N, channels, height, width]
-        both = torch.stack((padded, padded.flip(-1)))
-        self.strides = both.stride()
+        self.to_next, to_channel, self.to_row, to_column = padded.stride()
         # A view with one row for each window of the image size, at every offset in memory. A crop
         # is one row, and index_select copies a batch of rows in half the time that advanced
         # indexing needs for the same pixels.
-        _, _, to_channel, to_row, to_column = self.strides
-        channels, height, width = images.shape[1:]
-        last = (channels - 1) * to_channel + (height - 1) * to_row + (width - 1) * to_column
-        self.windows = both.view(-1).as_strided(
-            (both.numel() - last, channels, height, width), (1, to_channel, to_row, to_column)
+        last = (channels - 1) * to_channel + (height - 1) * self.to_row + (width - 1) * to_column
+        windows = padded.view(-1).as_strided(
+            (padded.numel() - last, channels, height, width),
+            (1, to_channel, self.to_row, to_column),
         )
+        self.tensors = [windows, labels]
 
     def __iter__(self):
-        start = self.starts()
-        indices = torch.tensor(list(self.sampler), dtype=torch.int64)
-        if len(indices) == 0:
-            return
-        for batch in indices.to(self.labels.device).split(self.batch_size):
-            crops = self.windows.index_select(0, start[batch])
-            yield [crops, self.labels.index_select(0, batch)]
+        self.draw()
+        return super().__iter__()
 
-    def starts(self) -> torch.Tensor:
-        """int64 [N]: where the crop of each image begins in memory, in this epoch."""
-        count = len(self.labels)
+    def draw(self):
+        """Draw for each image where its crop begins, and whether it is mirrored, in this epoch."""
+        windows, labels = self.tensors
+        count = len(labels)
         generator = torch.Generator()
         generator.manual_seed(seed_of(self.sampler.seed, self.sampler.epoch, 1))
-        mirrored = torch.randint(2, (count,), generator=generator)
+        mirrored = torch.randint(2, (count, 1, 1, 1), generator=generator)
         top, left = torch.randint(2 * self.PADDING + 1, (2, count), generator=generator)
-        to_mirrored, to_next, _, to_row, to_column = self.strides
-        start = mirrored * to_mirrored + torch.arange(count) * to_next
-        start += top * to_row + left * to_column
-        return start.to(self.labels.device)
+        start = torch.arange(count) * self.to_next + top * self.to_row + left
+        self.start = start.to(windows.device)
+        self.mirrored = mirrored.bool().to(windows.device)
+
+    def pick(self, indices):
+        windows, labels = self.tensors
+        crops = windows.index_select(0, self.start[indices])
+        images = torch.where(self.mirrored[indices], crops.flip(-1), crops)
+        return [images, labels.index_select(0, indices)]
 
 
 def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:

@@ -88,8 +88,7 @@ class TensorLoader:
     """
 
     def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):
-        everything = dataset[list(range(len(dataset)))]
-        self.tensors = [tensor.to(device) for tensor in everything]
+        self.tensors = [tensor.to(device) for tensor in dataset[:]]
         self.sampler = sampler
         self.batch_size = batch_size
 
@@ -102,8 +101,12 @@ class TensorLoader:
             return
         # Many batches in one operation: a step then only takes a view.
         for many in indices.to(self.tensors[0].device).split(AT_ONCE * self.batch_size):
-            parts = [tensor.index_select(0, many).split(self.batch_size) for tensor in self.tensors]
+            parts = [picked.split(self.batch_size) for picked in self.pick(many)]
             yield from map(list, zip(*parts, strict=True))
+
+    def pick(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """The samples with these indices, each tensor in one piece."""
+        return [tensor.index_select(0, indices) for tensor in self.tensors]
 
 
 class Seeded(Dataset):
