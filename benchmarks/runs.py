@@ -320,11 +320,16 @@ def parser(doc: str, repeats: int) -> flags.Parser:
     return p
 
 
-def save(arguments, name: str, result: dict, markdown: str) -> None:
+def write(arguments, name: str, result: dict, markdown: str) -> None:
     """Write NAME.json and NAME.md."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (arguments.out / f"{name}.md").write_text(markdown + "\n")
+
+
+def save(arguments, name: str, result: dict, markdown: str) -> None:
+    """Write NAME.json and NAME.md, and print the page."""
+    write(arguments, name, result, markdown)
     print(markdown)
 
 
