@@ -11,15 +11,27 @@ shift || true
 mkdir -p "$results"
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1  # as root, in a container
 
-allreduce() {  # name, and what starts the processes
-    local name=$1
-    shift
-    echo "allreduce: $*" >&2
-    echo "\`$* benchmarks/allreduce.py\`:"
+launched() {  # a benchmark, its flags in one word, and what starts the processes
+    local script=$1 flags=$2
+    shift 2
+    echo "$* benchmarks/$script" >&2
+    echo "\`$* benchmarks/$script\`:"
     echo
-    "$@" benchmarks/allreduce.py --json "$results/allreduce-$name.json" | sed 's/^\[[0-9,]*\]<stdout>://'
+    # shellcheck disable=SC2086  # several flags, or none
+    "$@" "benchmarks/$script" $flags | sed 's/^\[[0-9,]*\]<stdout>://'
     echo
 }
+allreduce() {  # a name for the raw figures, and what starts the processes
+    local name=$1
+    shift
+    launched allreduce.py "--json $results/allreduce-$name.json" "$@"
+}
+horovod=false
+mpi=false
+if python -c "import horovod.torch" 2> /dev/null; then
+    horovod=true
+    if command -v mpirun > /dev/null; then mpi=true; fi
+fi
 {
     echo "# All-reduce"
     echo
@@ -29,13 +41,21 @@ allreduce() {  # name, and what starts the processes
     echo
     allreduce gloo-2 torchrun --standalone --nproc-per-node=2
     allreduce gloo-4 torchrun --standalone --nproc-per-node=4
-    if python -c "import horovod.torch" 2> /dev/null; then
-        allreduce horovod-gloo-2 horovodrun --gloo -np 2 python
-        if command -v mpirun > /dev/null; then
-            allreduce horovod-mpi-2 mpirun --oversubscribe --bind-to none -np 2 python
-        fi
-    fi
+    if $horovod; then allreduce horovod-gloo-2 horovodrun --gloo -np 2 python; fi
+    if $mpi; then allreduce horovod-mpi-2 mpirun --oversubscribe --bind-to none -np 2 python; fi
 } > "$results/allreduce.md"
+{
+    echo "# What a second process adds to a step"
+    echo
+    echo "\`python benchmarks/waiting.py --help\` explains the rows."
+    echo
+    launched waiting.py "" torchrun --standalone --nproc-per-node=2
+    if $horovod; then launched waiting.py "" horovodrun --gloo -np 2 python; fi
+    if $mpi; then
+        launched waiting.py "" mpirun --bind-to none -np 2 python
+        launched waiting.py "" env HOROVOD_CYCLE_TIME=0.1 mpirun --bind-to none -np 2 python
+    fi
+} > "$results/waiting.md"
 for script in scaling startup cpu sharding; do
     python "benchmarks/$script.py" --out "$results" "$@" > /dev/null
 done
@@ -53,7 +73,7 @@ fi
 if [ "$(id -u)" = 0 ] && command -v ip > /dev/null && command -v horovodrun > /dev/null; then
     python benchmarks/network.py --out "$results" > /dev/null
 fi
-if python -c "import horovod.torch" 2> /dev/null; then
+if $horovod; then
     timeline=$(mktemp)
     HOROVOD_TIMELINE=$timeline horovodrun --gloo -np 2 python mnist/hvd.py --synthetic 2560 --epochs 1 \
         --log-dir "$timeline.run" > /dev/null

@@ -29,20 +29,19 @@ def accuracy_lines(results):
             rows.append([folder, net, epochs, *(f"{cell:.2%}" for cell in cells)])
             sources.setdefault(source(results[name]), []).append(f"{folder} {net}")
     default = results.get("cifar10-resnet18", {"runs": []})
-    others = [
-        "ResNet-18, the default model for CIFAR-10, reaches "
-        f"{run['epochs'][-1]['val']['accuracy']:.2%} "
-        f"after {len(run['epochs'])} epochs (one seed; {run['recipe']}, {run['processes']} "
-        "processes; commit "
-        f"{default['commit']}, {default['date']}). "
-        f"{default.get('note', '')}"
-        for run in default["runs"]
-    ]
+    others = []
+    for run in default["runs"]:
+        reached = run["epochs"][-1]["val"]["accuracy"]
+        others.append(
+            f"ResNet-18, the default model for CIFAR-10, reaches {reached:.2%} after "
+            f"{len(run['epochs'])} epochs (one seed; {run['recipe']}, {run['processes']} "
+            f"processes; commit {default['commit']}, {default['date']})."
+        )
+    if "note" in default:
+        others.append("The images are not CIFAR-10's originals: accuracy.md says what that costs.")
     return [
-        (
-            "**Accuracy** on real data, with the default batch and rate of each model: mean of "
-            "three seeds after the"
-        ),
+        "**Accuracy** on real data, with the default batch and rate of each model: mean of three "
+        "seeds after the",
         "last epoch ([accuracy.md](benchmarks/results/accuracy.md) also has their spread, "
         "and the curves).",
         "",
@@ -58,40 +57,19 @@ def accuracy_lines(results):
 
 
 def peers_lines(result):
-    rows = []
-    for name, turns in result["turns"].items():
-        ratios = [f"{ratio:.2f}" for ratio in peers.ratios_of(turns)]
-        reached = [
-            f"{statistics.median(one['accuracy'] for one in who):.1f}%"
-            for who in zip(*turns, strict=True)
-        ]
-        rows.append([name, peers.PEERS[name].recipe, *result["lines"][name], *ratios, *reached])
+    rows = [
+        [name, peers.PEERS[name].recipe, *(f"{ratio:.2f}" for ratio in peers.ratios_of(turns))]
+        for name, turns in result["turns"].items()
+    ]
     return [
-        "**Beside what else people would take**, with the same model, optimizer and batch, and our "
-        "schedule.",
-        f"Script and recipe ran alternately, {result['repeats']} times each, with `--epochs "
-        f"{result['epochs']}`.",
-        "Lines are those of code in the script and in the recipe. Time, images/s and memory are "
-        "medians of our",
-        "figure divided by theirs. Time and memory are those of the whole command, images/s those "
-        "of training. The",
-        "generated JPEGs have nothing to learn ([peers.md](benchmarks/results/peers.md)).",
+        "**Beside what else people would take**, with the same model, optimizer, batch and number "
+        "of threads: medians of",
+        f"our figure divided by theirs, in {result['repeats']} alternated turns of "
+        f"{result['epochs']} epoch. Time and memory are those of the whole command,",
+        "images/s those of training ([peers.md](benchmarks/results/peers.md): the figures, "
+        "accuracies, lines of code).",
         "",
-        runs.table(
-            [
-                "script",
-                "our recipe",
-                "their lines",
-                "ours",
-                "time",
-                "images/s",
-                "memory",
-                "their accuracy",
-                "ours",
-            ],
-            rows,
-            left=2,
-        ),
+        runs.table(["script", "our recipe", "time", "images/s", "memory"], rows, left=2),
         "",
         source(result),
     ]
@@ -109,42 +87,14 @@ def scaling_lines(result):
     )
     table = lines[start : lines.index("", start)]
     return [
-        (
-            "**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency is the "
-            "images/s of p processes"
-        ),
-        "divided by p times those of one process. 'Of the limit' divides by those of p "
-        "processes that do not",
-        "communicate. Both are medians of the ratios of each repetition. With more processes "
-        "than cores, some",
-        "share a core. 'Pinned': each process has its own core, by `scripts/pin.sh`",
-        "([scaling.md](benchmarks/results/scaling.md)).",
+        "**Scaling** of ResNet-18 on CIFAR-10, 32 images per process. Efficiency: images/s of p "
+        "processes divided by p times",
+        "those of one. 'Of the limit': divided by those of p processes that do not communicate. "
+        "'Pinned': each process has its",
+        "own core ([scaling.md](benchmarks/results/scaling.md)).",
         runs.MARK,
         "",
         *table,
-        "",
-        source(result),
-        "",
-        "![Images per second over processes, and what a step consists "
-        "of](benchmarks/results/scaling.svg)",
-    ]
-
-
-def startup_lines(result):
-    rows = [
-        [
-            runs.TITLES[run["strategy"]],
-            run["processes"],
-            *(f"{statistics.median(times):.1f} s" for times in zip(*run["seconds"], strict=True)),
-        ]
-        for run in result["runs"]
-    ]
-    return [
-        "**Start-up** ([startup.md](benchmarks/results/startup.md)).",
-        "",
-        runs.table(
-            ["launcher", "processes", ("first line after"), "end of `--dry-run` after"], rows
-        ),
         "",
         source(result),
     ]
@@ -172,7 +122,6 @@ def main():
             ("accuracy", accuracy_lines),
             ("peers", peers_lines),
             ("scaling", scaling_lines),
-            ("startup", startup_lines),
         )
         if (result := read(name))
     ]

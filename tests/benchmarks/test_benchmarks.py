@@ -1,15 +1,14 @@
 """The benchmarks measure what they say, and the model predicts what they measured."""
 
 import gzip
+import importlib.util
 import json
-import os
 import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import accuracy
 import host_time
@@ -27,7 +26,7 @@ from cluster import need_cluster
 from forked import ForkedJob, compute
 from launch import Job, need, need_horovod, run
 from PIL import Image
-from recipes import ROOT
+from recipes import ROOT, commands
 
 
 def test_all_reduce_cost():
@@ -198,8 +197,7 @@ def test_a_wide_spread_is_marked():
     assert runs.marked([100, 120, 110]) == "110 (!18%)"
 
 
-def test_start_up(tmp_path, monkeypatch):
-    """Measured, and written into the README between its marks, again and again."""
+def test_start_up(tmp_path):
     shown = run(
         f"python {ROOT}/benchmarks/startup.py --strategies ddp_launch --repeats 1 --out .",
         cwd=tmp_path,
@@ -207,14 +205,6 @@ def test_start_up(tmp_path, monkeypatch):
     ([first, end],) = json.loads((tmp_path / "startup.json").read_text())["runs"][0]["seconds"]
     assert 0 < first < end
     assert f"| DDP, torchrun | 2 | {first:.2f} | {end:.2f} |" in shown
-    monkeypatch.setattr(runs, "RESULTS", tmp_path)
-    monkeypatch.setattr(runs, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    for _ in range(2):
-        readme.main()
-        text = (tmp_path / "README.md").read_text()
-        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-        assert text.count(f"| DDP, torchrun | 2 | {first:.1f} s | {end:.1f} s |") == 1
 
 
 def test_one_gpu(tmp_path):
@@ -377,15 +367,11 @@ def write_mnist(folder, train):
             (raw / f"{name}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
-def their_environment():
-    """The folder for --peers whose venv has the libraries that we compare with."""
-    folder = Path(os.environ.get("PEERS", ROOT / "peers"))
-    need(
-        (folder / "venv" / "bin" / "python").exists(),
-        "python -m venv peers/venv; peers/venv/bin/pip install torch torchvision lightning "
-        "accelerate; or PEERS=DIR with such a venv",
-    )
-    return folder
+def own_environment_as_theirs(folder, *packages):
+    """Let `folder`, for --peers, have the environment of the tests, which needs these packages."""
+    for package in packages:
+        need(importlib.util.find_spec(package) is not None, f"pip install {package}")
+    (folder / "venv").symlink_to(sys.prefix)
 
 
 def test_a_script_of_others(tmp_path, monkeypatch, capsys):
@@ -413,16 +399,27 @@ def test_a_script_of_others(tmp_path, monkeypatch, capsys):
     assert f"| theirs | 2 | {theirs['seconds']:.1f} | 100 |" in shown.out
     ratio = own["images_per_sec"] / 100
     assert f" | {own['seconds'] / theirs['seconds']:.2f} | {ratio:.2f} |" in shown.out
-    assert f"| theirs | mnist/single.py | 2 | {result['lines']['theirs'][1]} |" in "\n".join(
-        readme.peers_lines(result)
-    )
+    row = f"| theirs | mnist/single.py | {own['seconds'] / theirs['seconds']:.2f} | {ratio:.2f} |"
+    # What is measured already is not started again.
+    (tmp_path / "theirs.py").write_text('raise SystemExit("started again")')
+    peers.main()
+    assert json.loads((tmp_path / "peers.json").read_text()) == result
+    # Written into the README between its marks, again and again.
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    for _ in range(2):
+        readme.main()
+        text = (tmp_path / "README.md").read_text()
+        assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+        assert text.count(row) == 1
 
 
 def test_lightning_and_accelerate(tmp_path, monkeypatch):
     """Both on two processes."""
-    folder = their_environment()
+    own_environment_as_theirs(tmp_path, "lightning", "accelerate")
     write_mnist(tmp_path / "data", train=640)
-    flags = f"--peers {folder} --data-dir {tmp_path}/data --repeats 1 --device cpu"
+    flags = f"--peers {tmp_path} --data-dir {tmp_path}/data --repeats 1 --device cpu"
     names = ["Lightning, MNIST, two processes", "accelerate, MNIST, two processes"]
     monkeypatch.setattr(
         sys, "argv", ["peers.py", *flags.split(), "--out", str(tmp_path), "--only", *names]
@@ -437,15 +434,11 @@ def test_lightning_and_accelerate(tmp_path, monkeypatch):
 @pytest.mark.parametrize("who", ["our mnist/single.py", "Lightning", "accelerate"])
 def test_interrupted(who, tmp_path, monkeypatch, capsys):
     """20 steps in two epochs, a checkpoint every 4, and a signal after step 14."""
-    if who.startswith("our"):
-        folder = tmp_path
-        (tmp_path / "venv" / "bin").mkdir(parents=True)
-        (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
-    else:
-        folder = their_environment()
+    packages = () if who.startswith("our") else (who.lower(),)
+    own_environment_as_theirs(tmp_path, *packages)
     write_mnist(tmp_path / "data", train=640)
     monkeypatch.setattr(interrupted, "TRAINERS", {who: interrupted.TRAINERS[who]})
-    flags = f"--peers {folder} --data-dir {tmp_path}/data --checkpoint-every 4 --out {tmp_path}"
+    flags = f"--peers {tmp_path} --data-dir {tmp_path}/data --checkpoint-every 4 --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", ["interrupted.py", *flags.split()])
     interrupted.main()
     measured = json.loads((tmp_path / "interrupted.json").read_text())["trainers"][who]
@@ -460,6 +453,21 @@ def test_interrupted(who, tmp_path, monkeypatch, capsys):
         assert told["repeated"] == told["status"] == 0
         assert killed["within_epoch"] and killed["same_weights"] and told["same_weights"]
     assert f"| {who} | SIGKILL | -9 | {killed['last_before']} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun"])
+def test_waiting(launcher):
+    """The command of its docstring: `alone` is 1, and each other way has its row."""
+    if launcher != "torchrun":
+        need_horovod(launcher)
+    (command,) = [line for line in commands(ROOT / "benchmarks" / "waiting.py") if launcher in line]
+    shown = compute(f"{command} --seconds 1 -b 8", cwd=ROOT)
+    rows = re.findall(r"\| (.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", shown)
+    assert rows[0][0] == "alone" and rows[0][2:] == ("1.00", "1.00")
+    own = "DDP, as in ddp_launch.py" if launcher == "torchrun" else "Horovod, as in hvd.py"
+    assert own in [name for name, *_ in rows]
+    slowest = float(re.search(r"The slowest of 2 steps alone takes ([\d.]+) times", shown)[1])
+    assert slowest >= 1
 
 
 def test_host_time(tmp_path):
