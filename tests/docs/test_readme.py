@@ -91,7 +91,6 @@ ELSEWHERE = {
     "python scripts/fastest.py mnist/single.py": "minutes",
     "python benchmarks/peers.py": "it needs the checkouts of others",
     "python benchmarks/scaling.py": "minutes",
-    "python benchmarks/startup.py": "it would write over benchmarks/results",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
     "python benchmarks/packed_images.py /tmp/many --make 200000": "minutes",
     "python benchmarks/packed_images.py /tmp/tree": "minutes",
