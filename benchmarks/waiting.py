@@ -17,6 +17,7 @@ the steps of the slowest process, divided by the mean over all. It is what waiti
 process costs where an all-reduce takes no time. It is 1 where all steps take equally long.
 """
 
+import datetime
 import random
 import statistics
 import sys
@@ -173,7 +174,8 @@ def markdown(group, turns, slowest):
     return "\n".join(
         [
             f"{group.backend}: {group.world_size} processes with {torch.get_num_threads()} "
-            f"thread(s), {machine.cpu()}; {versions}; commit {machine.commit()}",
+            f"thread(s), {machine.cpu()}; {versions}; commit {machine.commit()}, "
+            f"{datetime.date.today()}",
             "",
             runs.table(["", "ms per step", "times alone", "images/s of alone"], rows),
             "",
