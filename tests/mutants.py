@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "a crop beside the padded image",
         "cifar10/cifar.py",
-        {"left * to_column": "(left + 1) * to_column"},
+        {"self.to_row + left\n": "self.to_row + left + 1\n"},
         "tests/cifar10/test_cifar.py::test_every_crop_is_one_of_the_padded_image",
     ),
     Mutant(
@@ -367,8 +367,8 @@ MUTANTS = [
         "labels on the CPU",
         "common/data.py",
         {
-            "[tensor.to(device) for tensor in everything]": (
-                "[everything[0].to(device), everything[1]]"
+            "[tensor.to(device) for tensor in dataset[:]]": (
+                "[dataset[:][0].to(device), dataset[:][1]]"
             )
         },
         f"{COSTS}[mnist/single.py]",
@@ -376,7 +376,7 @@ MUTANTS = [
     Mutant(
         "an index list in each step",
         "common/data.py",
-        {"tensor.index_select(0, batch) for tensor": "tensor[batch.tolist()] for tensor"},
+        {"tensor.index_select(0, indices) for tensor": "tensor[indices.tolist()] for tensor"},
         f"{COSTS}[mnist/single.py]",
     ),
     Mutant(
