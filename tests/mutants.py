@@ -374,12 +374,6 @@ MUTANTS = [
         f"{COSTS}[mnist/single.py]",
     ),
     Mutant(
-        "an index list in each step",
-        "common/data.py",
-        {"tensor.index_select(0, indices) for tensor": "tensor[indices.tolist()] for tensor"},
-        f"{COSTS}[mnist/single.py]",
-    ),
-    Mutant(
         "constants on the CPU",
         "images/data.py",
         {"(-mean / std).to(images.device)": "(-mean / std)"},
