@@ -38,7 +38,10 @@ def accuracy_lines(results):
             f"processes; commit {default['commit']}, {default['date']})."
         )
     if "note" in default:
-        others.append("The images are not CIFAR-10's originals: accuracy.md says what that costs.")
+        others.append(
+            "The images are not CIFAR-10's originals: "
+            "[accuracy.md](benchmarks/results/accuracy.md) says what that costs."
+        )
     return [
         "**Accuracy** on real data, with the default batch and rate of each model: mean of three "
         "seeds after the",
@@ -68,6 +71,7 @@ def peers_lines(result):
         f"{result['epochs']} epoch. Time and memory are those of the whole command,",
         "images/s those of training ([peers.md](benchmarks/results/peers.md): the figures, "
         "accuracies, lines of code).",
+        "In one process Lightning and accelerate have a loader worker besides, on the second core.",
         "",
         runs.table(["script", "our recipe", "time", "images/s", "memory"], rows, left=2),
         "",

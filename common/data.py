@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from common.errors import InputError
 
@@ -88,7 +88,9 @@ class TensorLoader:
     """
 
     def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):
-        self.tensors = [tensor.to(device) for tensor in dataset[:]]
+        # A slice of a TensorDataset is no copy; not every Subset takes one.
+        whole = slice(None) if isinstance(dataset, TensorDataset) else list(range(len(dataset)))
+        self.tensors = [tensor.to(device) for tensor in dataset[whole]]
         self.sampler = sampler
         self.batch_size = batch_size
 

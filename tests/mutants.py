@@ -367,8 +367,8 @@ MUTANTS = [
         "labels on the CPU",
         "common/data.py",
         {
-            "[tensor.to(device) for tensor in dataset[:]]": (
-                "[dataset[:][0].to(device), dataset[:][1]]"
+            "[tensor.to(device) for tensor in dataset[whole]]": (
+                "[dataset[whole][0].to(device), dataset[whole][1]]"
             )
         },
         f"{COSTS}[mnist/single.py]",

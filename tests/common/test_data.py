@@ -99,10 +99,11 @@ def test_too_few_samples_raise():
         EpochSampler(10, 64)
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, 1, 2])
 def test_subsets_are_loaded_from_memory(part):
     dataset = TensorDataset(torch.arange(10), torch.arange(10) * 2)
-    subsets = [Subset(dataset, [7, 3, 1]), random_split(dataset, [4, 6])[0]]
+    odd = Subset(dataset, [9, 7, 3, 1])
+    subsets = [odd, Subset(odd, range(1, 4)), random_split(dataset, [4, 6])[0]]
     loader = TensorLoader(subsets[part], range(len(subsets[part])), 2, CPU)
     batches = list(loader)
     assert len(batches) == len(loader) == 2
