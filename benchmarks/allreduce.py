@@ -217,6 +217,7 @@ def main():
         "sizes": [],
         "versions": machine.versions(),
         "date": str(datetime.date.today()),
+        "commit": machine.commit(),
         "command": sys.argv,
         "hardware": {
             "hosts": hosts,
@@ -233,7 +234,8 @@ def main():
     say(
         f"{group.backend}: {group.world_size} processes on {', '.join(hosts)}, device {device}, "
         f"{machine.cpu()}; "
-        f"{', '.join(map(' '.join, result['versions'].items()))}; {result['date']}\n\n"
+        f"{', '.join(map(' '.join, result['versions'].items()))}; commit {result['commit']}, "
+        f"{result['date']}\n\n"
         "| bytes | time (us) | spread | algorithm bandwidth (GB/s) | bus bandwidth (GB/s) |\n"
         "| ---: | ---: | ---: | ---: | ---: |"
     )
