@@ -117,14 +117,6 @@ PEERS = {
         "python {recipe} --lr 1 -b 64 --epochs {epochs}",
         {MODEL: "Net()", OPTIMIZER: ADADELTA},
     ),
-    # the fastest flags where the CPU has no 16-bit units
-    "pytorch/examples, MNIST, one process; ours in fp32, channels-last": Pair(
-        "examples/mnist/main.py",
-        "python {script} --epochs {epochs}",
-        "mnist/single.py",
-        "python {recipe} --lr 1 -b 64 --epochs {epochs} --channels-last",
-        {MODEL: "Net()", OPTIMIZER: ADADELTA},
-    ),
     "pytorch/examples, MNIST, one process; ours in bf16, channels-last": Pair(
         "examples/mnist/main.py",
         "python {script} --epochs {epochs}",
