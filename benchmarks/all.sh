@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Measure the tables and plots of benchmarks/results on this machine, but for the two that its README.md names: make
-# benchmarks. Takes 80 minutes on two cores, which should be idle otherwise. With the data sets in data/ it also trains
-# for accuracy (hours, but what is in runs/accuracy is not repeated); with peers/, filled as benchmarks/peers.py --help
-# says, it compares with what is there (two hours); as root it checks the cost model on slow links. The first argument is
-# the folder for the results; the others go to the scripts that repeat runs.
+# benchmarks. Takes three quarters of an hour on two cores (of an AMD EPYC, 2026-11-27), which should be idle otherwise.
+# As root it also checks the cost model on slow links (35 minutes). With the data sets in data/ it trains for accuracy
+# (hours, but what is in runs/accuracy is not repeated). With peers/, filled as benchmarks/peers.py --help says, it
+# compares with what is there (two hours). The first argument is the folder for the results; the others go to the
+# scripts that repeat runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}

@@ -231,11 +231,10 @@ def main():
         if group.rank == 0:
             print(line, flush=True)
 
+    versions = ", ".join(map(" ".join, result["versions"].items()))
     say(
         f"{group.backend}: {group.world_size} processes on {', '.join(hosts)}, device {device}, "
-        f"{machine.cpu()}; "
-        f"{', '.join(map(' '.join, result['versions'].items()))}; commit {result['commit']}, "
-        f"{result['date']}\n\n"
+        f"{machine.cpu()}; {versions}; commit {result['commit']}, {result['date']}\n\n"
         "| bytes | time (us) | spread | algorithm bandwidth (GB/s) | bus bandwidth (GB/s) |\n"
         "| ---: | ---: | ---: | ---: | ---: |"
     )

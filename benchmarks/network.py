@@ -9,8 +9,8 @@ carries the packets from one to the other, late by a delay and at the rate of a 
 netem does the same, where it is built in: tc qdisc add dev eth0 root netem delay 1ms rate 1gbit.)
 On each link allreduce.py measures alpha and beta. The predicted step is that of as many independent
 processes, plus the model's all-reduces (see `communication`). The model hides nothing behind
-backward. That is right for the work of an all-reduce, as all cores compute, and predicts too long a
-step on a slow link, where a process waits for packets while backward goes on. Generated images.
+backward, as all cores compute and an all-reduce needs them, too. Waiting for packets needs none, so
+on a slow link the predicted step can be longer than the measured one. Generated images.
 """
 
 import contextlib

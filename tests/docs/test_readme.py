@@ -91,7 +91,7 @@ ELSEWHERE = {
     "python scripts/fastest.py mnist/single.py": "minutes",
     "python benchmarks/peers.py": "it needs the checkouts of others",
     "python benchmarks/scaling.py": "minutes",
-    "python benchmarks/jpeg_loader.py --data-dir /tmp/tree --repeats 5": "minutes",
+    "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
     "python benchmarks/packed_images.py /tmp/many --make 200000": "minutes",
     "python benchmarks/packed_images.py /tmp/tree": "minutes",
     "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic "
