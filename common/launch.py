@@ -1,7 +1,7 @@
 """How a recipe is started by a launcher, and how it ends: in one line."""
 
 import atexit
-import faulthandler
+import functools
 import io
 import os
 import re
@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from common import signals
 from common.errors import InputError, RunError
 from common.parent import RANKS
 
@@ -66,12 +67,12 @@ def plain_exits():
         numbers.append(signal.SIGINT)
     end_at_once(*numbers)
     open_missing_streams()
-    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+    signals.act_on(signal.SIGUSR2, signals.print_stacks)
     try:
         yield
         # The run is saved. A second signal, while Python ends, must not make it a failed one.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
     except (InputError, RunError, RuntimeError) as error:
         error = explained(error)
         rank = launched_rank()
@@ -120,27 +121,10 @@ def end_at_once(*numbers: int) -> None:
     for number in numbers:
         # A Python handler would wait for the current collective.
         signal.signal(number, signal.SIG_DFL)
-    if os.getpid() != 1:
-        return
-    # In a container: Linux drops signals for process 1 unless it has a handler. This one notes the
-    # signal in a pipe, which a thread reads.
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def noted(*_):
-        pass
-
-    for number in numbers:
-        signal.signal(number, noted)
-
-    def wait():
-        while True:
-            number = os.read(reader, 1)[0]
-            if signal.getsignal(number) is noted:
-                os._exit(128 + number)
-
-    threading.Thread(target=wait, daemon=True).start()
+    if os.getpid() == 1:
+        # In a container: Linux drops signals for process 1 unless it has a handler.
+        for number in numbers:
+            signals.act_on(number, functools.partial(os._exit, 128 + number))
 
 
 def open_missing_streams() -> None:

@@ -1,7 +1,6 @@
 """Wait for the processes of mp.spawn as a launcher does: pass signals on, end with their status."""
 
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
@@ -9,6 +8,7 @@ import sys
 
 import torch.multiprocessing as mp
 
+from common import signals
 from common.errors import RunError
 
 
@@ -17,7 +17,6 @@ def ignore_signals() -> None:
 
     They would inherit the default, which ends them while torch loads. join() ends this here.
     """
-    faulthandler.unregister(signal.SIGUSR2)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -43,7 +42,7 @@ def join(context: mp.ProcessContext) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, pass_on)
     signal.signal(signal.SIGTERM, pass_on)
-    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+    signals.act_on(signal.SIGUSR2, signals.print_stacks)
     try:
         while not context.join():
             pass

@@ -9,6 +9,7 @@ import threading
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from common import signals
 from common.errors import InputError
 from common.parent import die_with_parent
 
@@ -92,7 +93,8 @@ class QuietBatchSampler(BatchSampler):
 def begin_worker(_) -> None:
     """Let SIGTERM end a worker only if its rank sent it, and SIGUSR1 not at all.
 
-    SLURM sends them to all processes of a job, and the rank needs data until it has saved.
+    SLURM sends them to all processes of a job, and the rank needs data until it has saved. SIGUSR2
+    prints the worker's stacks.
     """
 
     def wait_for_the_rank():
@@ -102,5 +104,7 @@ def begin_worker(_) -> None:
 
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Before any thread starts: it inherits this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signals.act_on(signal.SIGUSR2, signals.print_stacks)
     threading.Thread(target=wait_for_the_rank, daemon=True).start()

@@ -335,7 +335,7 @@ MUTANTS = [
     Mutant(
         "a second SIGTERM ends a run that is saved",
         "common/launch.py",
-        {"        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n": ""},
+        {"for number in (signal.SIGTERM, ": "for number in ("},
         "tests/recipes/test_signals.py::test_more_signals_until_it_has_ended[single]",
     ),
     Mutant(
@@ -349,6 +349,12 @@ MUTANTS = [
         "common/stop.py",
         {"self.listening = False\n": "self.listening = False\n        self.listen()\n"},
         f"{STOPPED}[torchrun]",
+    ),
+    Mutant(
+        "a fork acts on signals through its parent",
+        "common/signals.py",
+        {"start_thread(os.getpid())": "start_thread(0)"},
+        "tests/common/test_signals.py::test_a_fork_acts_itself",
     ),
     Mutant(
         "SIGTERM ends loader workers",

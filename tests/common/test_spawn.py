@@ -1,6 +1,5 @@
 """common/spawn.py: signals for the processes of mp.spawn."""
 
-import faulthandler
 import signal
 import subprocess
 from unittest import mock
@@ -18,11 +17,10 @@ def test_a_signal_for_a_process_that_has_just_ended():
         signal.raise_signal(signal.SIGUSR1)
         return True
 
-    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         spawn.join(mock.Mock(processes=[process], join=join))
     finally:
-        faulthandler.unregister(signal.SIGUSR2)
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -308,7 +308,7 @@ def refused_here(command, cwd):
     before, shown = everything(cwd), io.StringIO()
     handlers = {
         number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
     }
     try:
         with (
@@ -324,7 +324,6 @@ def refused_here(command, cwd):
             runpy.run_path(str(ROOT / name), run_name="__main__")
     finally:
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGUSR2)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     line = one_line(shown.getvalue())

@@ -280,6 +280,19 @@ def test_stack_dump(tmp_path):
     assert job.output().count("Current thread") >= 2, job.output()
 
 
+def test_stack_dump_of_a_loader_worker(tree, tmp_path):
+    job = Job(
+        f"exec python {ROOT}/imagenet/single.py {tree} --epochs 1000 --workers 1", cwd=tmp_path
+    )
+    job.wait_for("epoch 1/1000")
+    for worker in loader_workers(job, 1):
+        worker.send_signal(signal.SIGUSR2)
+    job.wait_for("in _worker_loop")
+    job.wait_for("epoch 3/1000")
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 0
+
+
 def test_ranks_end_when_one_is_killed(tmp_path):
     job = Job(
         f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 1000 --log-dir log", cwd=tmp_path
