@@ -255,7 +255,7 @@ def resume(
 def check_format(saved: dict) -> None:
     """Raise InputError for a checkpoint of another version of this file."""
     if saved["format"] != FORMAT:
-        raise InputError(f"it has format {saved['format']}, and this version reads {FORMAT}")
+        raise InputError(f"it has format {saved['format']!r}, and this version reads {FORMAT}")
     if "shards" in saved:
         raise InputError("its tensors are in shards: use imagenet/fsdp.py or scripts/unshard.py")
     if not isinstance(saved.get("config"), dict):

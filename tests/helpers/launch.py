@@ -163,10 +163,17 @@ class Job:
             os.killpg(self.process.pid, number)
 
     def kill(self):
-        self.signal(
-            signal.SIGKILL
-        )  # first the launcher and its process group: ranks end with their launcher
+        """SIGKILL to all its processes, and wait until they have closed their files.
+
+        One that frees its memory has no environment any more, by which alive() finds it.
+        """
+        others = [process for process in self.alive() if process.pid != self.process.pid]
+        # First the launcher and its process group: ranks end with their launcher.
+        self.signal(signal.SIGKILL)
         self.signal(signal.SIGKILL, everyone=True)
+        end = time.monotonic() + PATIENCE
+        while not all(map(has_ended, others)) and time.monotonic() < end:
+            time.sleep(0.1)
 
     def finish(self):
         """Wait for the end, and that of all that it started, and return the exit status."""
@@ -182,6 +189,13 @@ class Job:
         self.signal(signal.SIGKILL, everyone=True)
         assert not left, f"{self.command} left {left} behind"
         return status
+
+
+def has_ended(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def run(command, cwd, status=0, **environment):
