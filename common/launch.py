@@ -124,7 +124,8 @@ def end_at_once(*numbers: int) -> None:
     if os.getpid() == 1:
         # In a container: Linux drops signals for process 1 unless it has a handler.
         for number in numbers:
-            signals.act_on(number, functools.partial(os._exit, 128 + number))
+            end = functools.partial(os._exit, 128 + number)
+            signals.act_on(number, end)
 
 
 def open_missing_streams() -> None:

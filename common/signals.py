@@ -15,7 +15,8 @@ actions: dict[int, Callable[[], object]] = {}
 def act_on(number: int, action: Callable[[], object]) -> None:
     """Let a thread call `action` when signal `number` comes, until something else handles it.
 
-    Python runs a handler of its own in the main thread only, and only between two of its bytecodes.
+    A handler that is written in Python runs in the main thread only, after the C++ code that this
+    thread is in.
     """
     actions[number] = action
     start_thread(os.getpid())
@@ -48,8 +49,8 @@ def start_thread(process: int) -> None:
 def print_stacks() -> None:
     """Print the stacks of all threads. This thread holds the interpreter's lock meanwhile.
 
-    faulthandler.register() prints them without it, while the interpreter may change them: CPython
-    3.11 crashed at one of 12 to 900 signals to a process that ran Python code (cpython issue
-    116008).
+    faulthandler.register() prints them without the lock, while another thread may change them.
+    CPython 3.11.7 crashed then, after 12 to 900 signals to a process that ran Python code (see
+    cpython issue 116008).
     """
     faulthandler.dump_traceback(file=sys.__stderr__)

@@ -104,7 +104,7 @@ def begin_worker(_) -> None:
 
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Before any thread starts: it inherits this.
+    # Before any thread starts, as threads inherit it: SIGTERM would end the worker through them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
     threading.Thread(target=wait_for_the_rank, daemon=True).start()

@@ -12,7 +12,9 @@ import signal
 from common import signals
 
 def deep(levels):
-    return levels and deep(levels - 1) + len([sum(x for x in range(3)) for _ in range(3)])
+    sum(x for x in range(3))
+    if levels > 0:
+        deep(levels - 1)
 
 signals.act_on(signal.SIGUSR2, signals.print_stacks)
 print("ready", flush=True)
@@ -30,6 +32,7 @@ if os.fork() == 0:
     time.sleep(1)
 else:
     os.wait()
+    # The parent would print now.
     time.sleep(1)
 """
 

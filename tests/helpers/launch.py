@@ -172,7 +172,8 @@ class Job:
         self.signal(signal.SIGKILL)
         self.signal(signal.SIGKILL, everyone=True)
         end = time.monotonic() + PATIENCE
-        while not all(map(has_ended, others)) and time.monotonic() < end:
+        while not all(map(has_ended, others)):
+            assert time.monotonic() < end, f"{self.command} still runs after SIGKILL: {others}"
             time.sleep(0.1)
 
     def finish(self):
