@@ -1,6 +1,6 @@
 # make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# most tables and plots again. make gpu: measure one GPU. make fuzz: more random checkpoints. make mutants: see that the
-# tests notice faults that are put into the code. Each creates .venv first.
+# this machine. make gpu: measure one GPU. make fuzz: more random checkpoints. make mutants: see that the tests notice
+# faults that are put into the code. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests

@@ -25,13 +25,15 @@ import torch
 from scaling import rows
 
 from cifar10 import cifar
-from common import sharded
 from common.errors import InputError
+from common.fsdp import blocks
 from mnist import digits
 
 MIB = 2**20
 # The first of DDP's buckets, and all others (torch.nn.parallel.DistributedDataParallel)
 BUCKETS = MIB, 25 * MIB
+# The share of backward in a step without communication: it takes twice as long as forward.
+BACKWARD = 2 / 3
 # A published table, {GPUs: seconds for 32 epochs}, from 1 to 32 GPUs. CIFAR-10 is fastest on 8,
 # MNIST on 32. Model, batch and network are unknown; the model and batch here are our recipes'
 # defaults.
@@ -142,7 +144,7 @@ def shard_groups(dataset, model):
     in no block.
     """
     built = build(dataset, model)
-    sizes = [bytes_of(block) for block in sharded.blocks(built)]
+    sizes = [bytes_of(block) for block in blocks(built)]
     return [*sizes, bytes_of(built) - sum(sizes)]
 
 
@@ -158,13 +160,12 @@ def workloads(scaling):
             if run["mode"] == "weak" and run["dataset"] == dataset
         ]
         single = next(run for run in weak if run["strategy"] == "single")
-        parts = single["split"]
         found.append(
             {
                 "dataset": dataset,
                 "model": single["model"],
                 "step": single["step"],
-                "backward": single["step"] * parts["backward"] / sum(parts.values()),
+                "backward": single["step"] * BACKWARD,
                 "bytes": gradient_bytes(dataset, single["model"]),
                 "measured": {
                     run["processes"]: run["step"]
@@ -378,8 +379,30 @@ def published_lines():
     ]
 
 
+def panels(columns):
+    """(figure, [axes]) of matplotlib, side by side."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(
+        {
+            "svg.hashsalt": "recipes",
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "legend.frameon": False,
+        }
+    )
+    return plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained")
+
+
 def draw(arguments, measured, fits, works):
-    fig, ((left, middle, right),) = runs.figure(3, width=5)
+    fig, (left, middle, right) = panels(3)
     for number, result in enumerate(measured):
         key = result["backend"], result["processes"]
         sizes = [point["bytes"] for point in result["sizes"]]
@@ -470,7 +493,7 @@ def draw(arguments, measured, fits, works):
     )
     right.minorticks_off()
     right.legend()
-    runs.save_figure(fig, arguments, "model")
+    fig.savefig(arguments.out / "model.svg", metadata={"Date": None}, facecolor="white")
 
 
 def read(folder):

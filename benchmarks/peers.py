@@ -427,13 +427,7 @@ def markdown(result):
 def parse_args():
     parser = flags.Parser(__doc__)
     parser.add_argument("--repeats", type=flags.positive_int, default=5, metavar="N", help="turns")
-    parser.add_argument(
-        "--threads",
-        type=flags.positive_int,
-        default=1,
-        metavar="N",
-        help="threads per process, on the CPU",
-    )
+    runs.add_threads(parser)
     parser.add_argument(
         "--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results"
     )

@@ -4,10 +4,8 @@ recipes.
 
 import contextlib
 import datetime
-import gzip
 import io
 import json
-import math
 import os
 import shlex
 import shutil
@@ -16,17 +14,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(1, str(ROOT))
+sys.path.append(str(ROOT))
 import torch
 
-from benchmarks import machine
 from common import flags, results
 from common.errors import InputError, RunError
+from scripts import machine
 
 WIDE = 0.1  # tables mark figures with a larger spread: (largest - smallest) / median
 TITLES = {
@@ -39,13 +36,6 @@ TITLES = {
     "hvd_mpi": "Horovod, MPI",
     "hvd_nccl": "Horovod, NCCL",
 }
-COLORS = dict(
-    zip(
-        TITLES,
-        ("#444444", "#999999", "#56b4e9", "#0072b2", "#000000", "#d55e00", "#cc79a7", "#009e73"),
-        strict=True,
-    )
-)
 
 
 def command(strategy: str, processes: int, folder: Path) -> str:
@@ -54,10 +44,8 @@ def command(strategy: str, processes: int, folder: Path) -> str:
         "single": f"python {folder}/single.py",
         "ddp_spawn": f"python {folder}/ddp_spawn.py -g {processes}",
         "ddp_launch": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_launch.py",
-        "fsdp": f"torchrun --standalone --nproc-per-node={processes} {folder}/fsdp.py",
         "ddp_pinned": f"torchrun --standalone --nproc-per-node={processes} --no-python "
         f"{ROOT}/scripts/pin.sh {folder}/ddp_launch.py",
-        "ddp_amp": f"torchrun --standalone --nproc-per-node={processes} {folder}/ddp_amp.py",
         "hvd_gloo": f"horovodrun --gloo -np {processes} python {folder}/hvd.py",
         "hvd_mpi": f"mpirun --oversubscribe --bind-to none -np {processes} python {folder}/hvd.py",
         "hvd_nccl": f"horovodrun -np {processes} python {folder}/hvd.py",
@@ -124,12 +112,12 @@ def finish(process: subprocess.Popen) -> None:
         raise RunError(f"{command} ended with status {status} ({' '.join(last)[:300]})")
 
 
-def measure(setting: dict, threads: int, options: str = "", profile: bool = False) -> dict:
+def measure(setting: dict, threads: int, options: str = "") -> dict:
     """Run the recipe of a `setting` once, and return its figures.
 
     A setting is a dict: dataset, model, strategy, processes, batch (per process), steps (per
     epoch), epochs. The figures are images_per_sec in training (the median over all epochs but the
-    first), global_batch, and with `profile` the parts of a step in seconds.
+    first) and global_batch.
     """
     processes, dataset = setting["processes"], setting["dataset"]
     alone = setting["strategy"] == "independent"
@@ -142,17 +130,15 @@ def measure(setting: dict, threads: int, options: str = "", profile: bool = Fals
     )
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            start(f"{line} --log-dir {folder}/{k}" + " --profile" * profile, threads)
+            start(f"{line} --log-dir {folder}/{k}", threads)
             for k in range(processes if alone else 1)
         ]
         for job in jobs:
             finish(job)
         found = [epochs_of(path) for path in sorted(Path(folder).iterdir())]
-        split = profile and parts(next(Path(folder).glob("0/trace*")))
     rates = [[epoch["train"]["images_per_sec"] for epoch in epochs] for epochs in found]
     return {
         "images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates),
-        "split": split,
         "global_batch": setting["batch"] * (1 if alone else processes),
     }
 
@@ -174,18 +160,6 @@ def epochs_of(log_dir: Path) -> list[dict]:
     return epochs
 
 
-class Timed:
-    """A loader that notes the seconds from its first batch to the end of the last step."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        began = time.perf_counter()
-        yield from self.loader
-        self.seconds = time.perf_counter() - began
-
-
 @contextlib.contextmanager
 def plain_exits():
     """Let an InputError or RunError end a benchmark with one line."""
@@ -194,53 +168,6 @@ def plain_exits():
     except (InputError, RunError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(error.status)
-
-
-def events_of(trace: Path) -> list[dict]:
-    """The events with a duration (name, ts, dur in microseconds) of a trace of --profile."""
-    return [
-        event
-        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-        if event["ph"] == "X"
-    ]
-
-
-def parts(trace: Path) -> dict[str, float]:
-    """The parts of a step in seconds: medians over the steps of a trace that --profile wrote on a
-    CPU.
-
-    data: from the end of the last step to zero_grad. forward: from there to the first operation of
-    backward. communication: what backward does not hide, from its last operation to the optimizer's
-    own step. other: the rest, such as metrics and the ranks' agreement to stop. (On a GPU these
-    would be host times.)
-    """
-    events = events_of(trace)
-
-    def within(name, start, end):
-        """The (start, end) of the events that have this prefix and start in this interval."""
-        return sorted(
-            (e["ts"], e["ts"] + e["dur"])
-            for e in events
-            if e["name"].startswith(name) and start <= e["ts"] < end
-        )
-
-    found = []
-    for start, end in within("ProfilerStep#", 0, math.inf):
-        backward = within("autograd::engine::evaluate_function", start, end)
-        if not backward:
-            continue  # the profiler opens one more step at the end
-        zero_grad, _ = within("Optimizer.zero_grad", start, end)[0]
-        first, last = backward[0][0], max(end for _, end in backward)
-        optimizer = within("Optimizer.step#", start, end)[-1]  # Horovod's step contains it
-        split = {
-            "data": zero_grad - start,
-            "forward": first - zero_grad,
-            "backward": last - first,
-            "communication": optimizer[0] - last,
-            "optimizer": optimizer[1] - optimizer[0],
-        }
-        found.append({**split, "other": end - start - sum(split.values())})
-    return {name: statistics.median(split[name] for split in found) / 1e6 for name in found[0]}
 
 
 def marked(values: list[float], form: str = "{:,.0f}") -> str:
@@ -296,16 +223,8 @@ def add_device(p: flags.Parser) -> None:
     )
 
 
-def parser(doc: str, repeats: int) -> flags.Parser:
-    """The flags of all these benchmarks."""
-    p = flags.Parser(doc)
-    p.add_argument(
-        "--repeats",
-        type=flags.positive_int,
-        default=repeats,
-        metavar="N",
-        help="repetitions of each run; they alternate",
-    )
+def add_threads(p: flags.Parser) -> None:
+    """The flag for the threads of each process."""
     p.add_argument(
         "--threads",
         type=flags.positive_int,
@@ -313,11 +232,6 @@ def parser(doc: str, repeats: int) -> flags.Parser:
         metavar="N",
         help="threads per process, on the CPU",
     )
-    add_device(p)
-    p.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="DIR", help=("folder for the results")
-    )
-    return p
 
 
 def write(arguments, name: str, result: dict, markdown: str) -> None:
@@ -331,32 +245,3 @@ def save(arguments, name: str, result: dict, markdown: str) -> None:
     """Write NAME.json and NAME.md, and print the page."""
     write(arguments, name, result, markdown)
     print(markdown)
-
-
-def figure(columns: int, width: float = 6, height: float = 4) -> tuple:
-    """(figure, axes [1, columns]) of matplotlib, in the style of all plots here."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(
-        {
-            "svg.hashsalt": "recipes",
-            "svg.fonttype": "none",
-            "font.family": "sans-serif",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "legend.frameon": False,
-        }
-    )
-    return plt.subplots(
-        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False
-    )
-
-
-def save_figure(fig, arguments, name: str) -> None:
-    """Write NAME.svg."""
-    fig.savefig(arguments.out / f"{name}.svg", metadata={"Date": None}, facecolor="white")

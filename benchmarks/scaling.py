@@ -1,5 +1,4 @@
-"""Measure how the recipes scale over the processes of one machine: images/s, efficiency, and what a
-step consists of.
+"""Measure how the recipes scale over the processes of one machine: images/s and efficiency.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --datasets mnist --processes 1 2 --repeats 1 --out /tmp/scaling
@@ -12,6 +11,7 @@ measured, for model.py. Generated images; the first epoch warms up and does not 
 
 import os
 import statistics
+from pathlib import Path
 
 import runs
 import torch
@@ -27,9 +27,6 @@ WORK = {
 }
 # A few steps are too short to time.
 ON_GPU = {"mnist": {"steps": 1500}, "cifar10": {"batch": 128, "steps": 300}}
-PROFILED = {"steps": 12, "epochs": 1}  # of which --profile records six
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")
-PART_COLORS = ("#bbbbbb", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#eeeeee")
 
 
 def settings(arguments):
@@ -73,26 +70,16 @@ def settings(arguments):
 
 
 def run_all(arguments):
-    """The runs of all repetitions, alternated, and one more of each for the parts of a step."""
+    """The runs of all repetitions, alternated."""
     measured = settings(arguments)
     for setting in measured:
         setting["images_per_sec"] = []
     options = f"--device {arguments.device}"
-    todo = [(setting, False) for _ in range(arguments.repeats) for setting in measured]
-    todo += [
-        (setting, True)
-        for setting in measured
-        if "weak" in setting["modes"] and setting["strategy"] != "independent"
-    ]
-    for setting, profile in tqdm(todo, unit="run", desc="scaling"):
-        figures = runs.measure(
-            setting | (PROFILED if profile else {}), arguments.threads, options, profile
-        )
-        if profile:
-            setting["split"] = figures["split"]
-        else:
-            setting["images_per_sec"].append(figures["images_per_sec"])
-            setting["global_batch"] = figures["global_batch"]
+    todo = [setting for _ in range(arguments.repeats) for setting in measured]
+    for setting in tqdm(todo, unit="run", desc="scaling"):
+        figures = runs.measure(setting, arguments.threads, options)
+        setting["images_per_sec"].append(figures["images_per_sec"])
+        setting["global_batch"] = figures["global_batch"]
     return measured
 
 
@@ -104,10 +91,6 @@ def ratio(run, other, times=1):
         a / (b * times)
         for a, b in zip(run["images_per_sec"], other["images_per_sec"], strict=False)
     )
-
-
-def name_of(run):
-    return f"{run['dataset']}: {runs.TITLES[run['strategy']]} x{run['processes']}"
 
 
 def rows(results):
@@ -199,77 +182,24 @@ def markdown(result, found):
                 ),
                 "",
             ]
-    split = [run for run in found if "split" in run and run["mode"] == "weak"]
-    lines += [
-        "## What a step consists of, in ms",
-        "",
-        "From a trace (`--profile`) of a separate run, the same batch per process; "
-        "communication is the part",
-        "not hidden behind backward. See `parts` in benchmarks/runs.py.",
-        "",
-        runs.table(
-            ["run", *PARTS],
-            [
-                [name_of(run), *(f"{run['split'][part] * 1e3:,.1f}" for part in PARTS)]
-                for run in split
-            ],
-        ),
-        "",
-        "![images/s over processes, and what a step consists of](scaling.svg)",
-    ]
-    return "\n".join(lines)
-
-
-def draw(arguments, result, found):
-    """Weak scaling of each data set (images/s over processes), beside the parts of a step."""
-    fig, ((*axes, parts),) = runs.figure(len(result["datasets"]) + 1, width=5)
-    for ax, dataset in zip(axes, result["datasets"], strict=True):
-        chosen = [run for run in found if run["dataset"] == dataset and run["mode"] == "weak"]
-        single = next((run for run in chosen if run["strategy"] == "single"), None)
-        for name in dict.fromkeys(run["strategy"] for run in chosen if run["strategy"] != "single"):
-            line = [run for run in (single, *chosen) if run and run["strategy"] in ("single", name)]
-            ax.plot(
-                [run["processes"] for run in line],
-                [statistics.median(run["images_per_sec"]) for run in line],
-                "o--" if name == "independent" else "o-",
-                label=runs.TITLES[name],
-                color=runs.COLORS[name],
-            )
-        most = max(run["processes"] for run in chosen)
-        if single:
-            ax.plot(
-                [1, most],
-                [statistics.median(single["images_per_sec"]) * p for p in (1, most)],
-                color="#cccccc",
-                linestyle=":",
-                label="p times one process",
-                zorder=0,
-            )
-        ax.set(
-            title=(f"{dataset}, {chosen[0]['model']}, {chosen[0]['batch']} images per process"),
-            xlabel="processes",
-            ylabel="images/s",
-            ylim=(0, None),
-            xticks=sorted({run["processes"] for run in chosen}),
-        )
-        ax.legend()
-    split = [run for run in found if "split" in run and run["mode"] == "weak"]
-    labels = [name_of(run) for run in split]
-    left = [0.0] * len(split)
-    for part, color in zip(PARTS, PART_COLORS, strict=True):
-        shares = [100 * run["split"][part] / sum(run["split"].values()) for run in split]
-        parts.barh(labels, shares, left=left, color=color, label=part)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-    parts.set(title="parts of a step", xlabel="% of the step")
-    parts.invert_yaxis()
-    parts.grid(axis="y", visible=False)
-    parts.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.12))
-    runs.save_figure(fig, arguments, "scaling")
+    return "\n".join(lines).rstrip()
 
 
 def parse_args():
     there = [name for name in runs.available() if name.startswith(("ddp", "hvd"))]
-    parser = runs.parser(__doc__, repeats=3)
+    parser = flags.Parser(__doc__)
+    parser.add_argument(
+        "--repeats",
+        type=flags.positive_int,
+        default=3,
+        metavar="N",
+        help="repetitions of each run; they alternate",
+    )
+    runs.add_threads(parser)
+    runs.add_device(parser)
+    parser.add_argument(
+        "--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results"
+    )
     parser.add_argument(
         "--datasets", nargs="+", choices=WORK, default=list(WORK), help="which recipes"
     )
@@ -294,9 +224,7 @@ def parse_args():
 def main():
     arguments = parse_args()
     result = runs.about(arguments) | {"datasets": arguments.datasets, "runs": run_all(arguments)}
-    found = rows(result["runs"])
-    runs.save(arguments, "scaling", result, markdown(result, found))
-    draw(arguments, result, found)
+    runs.save(arguments, "scaling", result, markdown(result, rows(result["runs"])))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Train our ConvNet on MNIST or CIFAR-10 with Hugging Face accelerate: peers.py and interrupted.py
-compare it with our recipes.
+"""Train our ConvNet on MNIST or CIFAR-10 with Hugging Face accelerate: peers.py compares it with
+our recipes.
 
     pip install accelerate torchvision
     python benchmarks/with_accelerate.py --dataset mnist
@@ -7,23 +7,20 @@ compare it with our recipes.
 
 It needs --cpu for several processes without GPUs, or each of them trains alone.
 
-As the documentation of accelerate suggests: a loop of one's own, whose objects `prepare` wraps,
-and checkpoints as in its examples/by_feature/checkpointing.py. With --resume it goes on from the
-newest checkpoint.
+As the documentation of accelerate suggests: a loop of one's own, whose objects `prepare` wraps.
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import small_images  # beside this file
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
@@ -40,10 +37,6 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--weight-decay", type=float, default=0)
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--seedable-sampler", action="store_true")
-    parser.add_argument("--print-steps", action="store_true")
     return parser.parse_args()
 
 
@@ -63,8 +56,7 @@ def evaluate(accelerator, model, val_loader):
 
 def main():
     args = parse_args()
-    config = DataLoaderConfiguration(use_seedable_sampler=args.seedable_sampler)
-    accelerator = Accelerator(cpu=args.cpu, dataloader_config=config)
+    accelerator = Accelerator(cpu=args.cpu)
     set_seed(0)
     train_set, val_set, shape = small_images.load(args.dataset, args.data_dir)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
@@ -76,38 +68,18 @@ def main():
     model, optimizer, train_loader, val_loader = accelerator.prepare(
         model, optimizer, train_loader, val_loader
     )
-    step = 0
-    saved = list(Path("checkpoints").glob("step_*"))
-    if args.resume and saved:
-        newest = max(saved, key=os.path.getctime)
-        accelerator.load_state(newest)
-        step = int(newest.name.removeprefix("step_"))
-    first_epoch = step // len(train_loader)
-    steps_to_skip = step % len(train_loader)
-    for epoch in range(first_epoch, args.epochs):
+    for epoch in range(args.epochs):
         model.train()
         began = time.perf_counter()
-        if args.seedable_sampler:
-            # No example of accelerate calls it, but a new process counts the epochs from 0.
-            train_loader.set_epoch(epoch)
-        active_loader = train_loader
-        if epoch == first_epoch and steps_to_skip:
-            active_loader = accelerator.skip_first_batches(train_loader, steps_to_skip)
-        for images, labels in active_loader:
+        for images, labels in train_loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
-            step += 1
-            if args.print_steps:
-                print(f"step {step}", flush=True)
-            if args.checkpoint_every and step % args.checkpoint_every == 0:
-                accelerator.save_state(f"checkpoints/step_{step}")
         rate = len(train_set) / (time.perf_counter() - began)
         accuracy = evaluate(accelerator, model, val_loader)
         accelerator.print(f"epoch {epoch + 1}: Accuracy: {accuracy:.2%}")
         accelerator.print(f"{rate:,.0f} images/s")
-    accelerator.save(accelerator.unwrap_model(model).state_dict(), "weights.pt")
     accelerator.end_training()
 
 

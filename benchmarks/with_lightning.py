@@ -1,11 +1,10 @@
-"""Train our ConvNet on MNIST or CIFAR-10 with Lightning's Trainer: peers.py and interrupted.py
-compare it with our recipes.
+"""Train our ConvNet on MNIST or CIFAR-10 with Lightning's Trainer: peers.py compares it with our
+recipes.
 
     pip install lightning torchvision
     python benchmarks/with_lightning.py --dataset mnist --devices 2
 
-As Lightning's documentation suggests: a LightningModule, DataLoaders, a Trainer. With
---checkpoint-every it goes on from the last checkpoint, if there is one.
+As Lightning's documentation suggests: a LightningModule, DataLoaders, a Trainer.
 """
 
 import argparse
@@ -13,13 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import lightning as L
 import small_images  # beside this file
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from images.models import ConvNet
@@ -35,9 +33,6 @@ def parse_args():
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--weight-decay", type=float, default=0)
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS")
-    parser.add_argument("--save-on-exception", action="store_true")
-    parser.add_argument("--print-steps", action="store_true")
     return parser.parse_args()
 
 
@@ -63,16 +58,8 @@ class Classifier(L.LightningModule):
         accuracy = (self.model(images).argmax(1) == labels).float().mean()
         self.log("val_accuracy", accuracy, sync_dist=True)
 
-    def on_train_start(self):
-        # A run that goes on within an epoch does not start an epoch.
-        self.began = time.perf_counter()
-
     def on_train_epoch_start(self):
         self.began = time.perf_counter()
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if self.args.print_steps:
-            print(f"step {self.trainer.global_step}", flush=True)
 
     def on_validation_start(self):
         self.ended = time.perf_counter()
@@ -92,22 +79,9 @@ def main():
     train_set, val_set, shape = small_images.load(args.dataset, args.data_dir)
     train_loader = DataLoader(train_set, args.batch_size, shuffle=True, num_workers=args.workers)
     val_loader = DataLoader(val_set, 1000, num_workers=args.workers)
-    callbacks = []
-    if args.checkpoint_every:
-        saver = ModelCheckpoint(
-            dirpath="checkpoints",
-            every_n_train_steps=args.checkpoint_every,
-            save_last=True,
-            save_on_exception=args.save_on_exception,
-        )
-        callbacks.append(saver)
-    trainer = L.Trainer(max_epochs=args.epochs, devices=args.devices, callbacks=callbacks)
-    # "last": from the last checkpoint, if there is one.
-    last = "last" if args.checkpoint_every else None
+    trainer = L.Trainer(max_epochs=args.epochs, devices=args.devices)
     model = Classifier(args, shape)
-    trainer.fit(model, train_loader, val_loader, ckpt_path=last)
-    if trainer.is_global_zero:
-        torch.save(model.model.state_dict(), "weights.pt")
+    trainer.fit(model, train_loader, val_loader)
 
 
 if __name__ == "__main__":

@@ -32,20 +32,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(1, str(ROOT))
-from common.parent import die_with_parent
-
-# Before torch, which loads for seconds.
-die_with_parent()
+sys.path.append(str(ROOT))
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks import allreduce, machine
-from common import devices, flags, launch, schedule
+from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError, RunError
+from common.process import launch
+from scripts import machine
+from scripts.group import bus_bandwidth, join, seconds_of, sum_is_right
 
 # The images of each data set for training, and for validation.
 IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
@@ -412,13 +410,13 @@ def main():
 
     check_meetings()
     watch()
-    group = allreduce.join(pick_device)
+    group = join(pick_device)
     # As a recipe does.
     devices.tune(group.device)
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
         # Decided alone: no collective can be trusted.
-        if not allreduce.sum_is_right(group, size):
+        if not sum_is_right(group, size):
             raise RunError(
                 f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try "
                 "another backend or, on GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1"
@@ -436,10 +434,9 @@ def main():
     stop_if(faults_of(ranks))
     if group.world_size > 1:
         small, large = (
-            statistics.median(allreduce.seconds_of(group, size, repeats=3))
-            for size in (SMALL, LARGE)
+            statistics.median(seconds_of(group, size, repeats=3)) for size in (SMALL, LARGE)
         )
-        bandwidth = allreduce.bus_bandwidth(LARGE, large, group.world_size)
+        bandwidth = bus_bandwidth(LARGE, large, group.world_size)
         say(
             f"all-reduce over {group.backend}: the sums are right | "
             f"{SMALL} bytes take {small * 1e6:.0f} us | "

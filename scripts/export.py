@@ -8,10 +8,11 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from common import checkpoint, flags, launch
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import checkpoint, flags
 from common.errors import InputError
 from common.files import write_atomically
+from common.process import launch
 
 
 def main():

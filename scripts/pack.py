@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 # The modules of imagenet/ import each other.
-sys.path[1:1] = [str(ROOT / "imagenet"), str(ROOT)]
+sys.path += [str(ROOT / "imagenet"), str(ROOT)]
 import archives
 import folders
-from common import flags, launch
+from common import flags
 from common.errors import InputError, RunError
+from common.process import launch
 
 # Bytes in a tar beside each image: its header, and on average half a block.
 OVERHEAD = 3 * tarfile.BLOCKSIZE // 2

@@ -8,10 +8,10 @@ The folder has a folder for each run, with the results.jsonl that every recipe w
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import results
 
-OF_A_RUN = ("log_dir", "checkpoint_dir", "resume")
+OF_A_RUN = ("log_dir", "resume")
 
 
 def read(path):

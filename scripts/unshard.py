@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-from common import checkpoint, flags, launch
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import checkpoint, flags
 from common.errors import InputError
 from common.files import write_atomically
+from common.process import launch
 from imagenet import shards
 
 

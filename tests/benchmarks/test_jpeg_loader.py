@@ -1,4 +1,4 @@
-"""The benchmarks of ImageNet's loaders, and of folders beside archives."""
+"""The benchmark of ImageNet's loaders."""
 
 import re
 
@@ -26,20 +26,3 @@ def test_benchmark_of_the_loaders(tmp_path):
     assert all(
         re.search(r" \d+ images/s per core, \d+\.\d\d times the usual", line) for line in lines[1:]
     )
-
-
-def test_benchmark_of_archives(tmp_path):
-    """It makes the files, packs them, and times both."""
-    command = f"python {ROOT}/benchmarks/packed_images.py many --make 5000 --repeats 1"
-    shown = run(command, cwd=tmp_path)
-    starts = re.findall(r"^(.*?) +\d+\.\d\d s to the first batch$", shown, re.MULTILINE)
-    assert starts == [
-        "torchvision's ImageFolder",
-        "folders",
-        "tar, which makes its index",
-        "tar with an index",
-    ]
-    assert re.search(
-        r"^index: \d+ MB per million images, -?\d+ MiB in 8 processes", shown, re.MULTILINE
-    )
-    assert re.findall(r"^(\w+) +\d+ images/s, ", shown, re.MULTILINE) == ["folders", "tar"]

@@ -282,7 +282,7 @@ def test_ranks_that_differ(tmp_path):
             "doctor: the shards of validation are wrong, 199 samples are not read exactly once",
         ),
         (
-            "benchmarks/allreduce.py",
+            "scripts/group.py",
             "dist.all_reduce(tensor)",
             "dist.all_reduce(tensor, dist.ReduceOp.MAX)",
             "the all-reduce of 4 bytes over gloo gives a wrong sum",
@@ -291,7 +291,7 @@ def test_ranks_that_differ(tmp_path):
     ids=["training", "validation", "sum"],
 )
 def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
-    for folder in ("common", "images", "benchmarks", "scripts", "cifar10"):
+    for folder in ("common", "images", "scripts", "cifar10"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     text = (tmp_path / file).read_text()
     assert text.count(line) == 1
@@ -305,7 +305,7 @@ def test_a_fault_in_the_code(file, line, replacement, complaint, tmp_path):
 def test_a_rank_that_never_comes(tmp_path):
     output = run(by_hand(0, free_port(), "--timeout 20"), cwd=tmp_path, status=1)
     assert output.startswith("Timeout (0:00:20)!")
-    assert re.search(r'allreduce.py", line \d+ in __init__', output)
+    assert re.search(r'group.py", line \d+ in __init__', output)
 
 
 def test_ctrl_c(tmp_path):
@@ -318,7 +318,7 @@ def test_ctrl_c(tmp_path):
 
 
 def test_on_a_cluster(cluster, tmp_path):
-    for name in ("benchmarks", "scripts", "mnist", "common", "images"):
+    for name in ("scripts", "mnist", "common", "images"):
         (tmp_path / name).symlink_to(ROOT / name)
     job = SlurmJob(
         cluster,

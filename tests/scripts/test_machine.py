@@ -1,9 +1,10 @@
-"""benchmarks/machine.py: the limits of cgroups, in trees of both versions."""
+"""scripts/machine.py: the limits of cgroups, in trees of both versions."""
 
 import math
 
 import pytest
-from machine import cpu_quota, memory_of_cgroup
+
+from scripts.machine import cpu_quota, memory_of_cgroup
 
 MIB = 2**20
 # What the kernel shows of no limit in version 1.

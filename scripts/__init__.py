@@ -1,0 +1,1 @@
+"""What people start beside the recipes, and what the doctor and benchmarks/ share."""
