@@ -1,8 +1,10 @@
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import filelock
 import hypothesis
@@ -51,6 +53,23 @@ def lay_out(dataset, folder):
     there = (ROOT / "data" / name).exists()
     need(there, f"real images: python {dataset}/single.py --dry-run downloads them")
     shutil.copytree(ROOT / "data" / name, folder / name)
+
+
+@pytest.fixture(scope="session")
+def apex():
+    """The folder to put on PYTHONPATH for NVIDIA Apex: "" if it is installed.
+
+    It skips in CI, too: the tag with amp is only on GitHub.
+    """
+    if importlib.util.find_spec("apex"):
+        return ""
+    folder = os.environ.get("APEX", "")
+    if folder and (Path(folder) / "apex" / "__init__.py").exists():
+        return folder
+    pytest.skip(
+        "NVIDIA Apex: see docs/install.md, or set APEX to a folder with its Python sources "
+        "(tag 25.05)"
+    )
 
 
 @pytest.fixture(scope="session")
