@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from common.data import TensorLoader, seed_of
-from common.download import download
 from images import data, models
+from images.download import download
 
 TRAIN_FILES = [f"cifar-10-batches-py/data_batch_{number}" for number in range(1, 6)]
 VAL_FILES = ["cifar-10-batches-py/test_batch"]

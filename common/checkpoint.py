@@ -2,56 +2,23 @@
 
 import io
 import json
-import os
-import shutil
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from common.errors import InputError, RunError
-from common.files import write_atomically
+from common.errors import InputError, RunError, in_one_line
+from common.files import link_or_copy, replace, write_atomically, write_beside
 from common.ranks import all_same
 
 FORMAT = 5
 # Seconds for which ranks that see other checkpoints look again.
 LOOK_AGAIN = 60
 NAMES = ("last.pt", "previous.pt", "best.pt")
-# The flags in which a resumed run may differ from the one that saved. A recipe adds its own.
-MAY_DIFFER = frozenset(
-    {
-        "accumulate",
-        "batch_size",
-        "channels_last",
-        "checkpoint_dir",
-        "checkpoint_every",
-        "compile",
-        "data_dir",
-        "device",
-        "dry_run",
-        "epochs",
-        "eval_every",
-        "evaluate",
-        "global_batch_size",
-        "init_from",
-        "init_partial",
-        "loader",
-        "log_dir",
-        "log_interval",
-        "log_seconds",
-        "lr",
-        "max_steps",
-        "profile",
-        "resume",
-        "saved_by",
-        "test_batch_size",
-        "timeout",
-        "workers",
-    }
-)
 
 
 class CorruptCheckpoint(Exception):
@@ -82,44 +49,34 @@ class Found:
         return lines
 
 
-def keep_previous(folder: Path) -> None:
-    """Let previous.pt be the present last.pt, which stays where it is; raises OSError."""
-    partial = folder / ".previous.pt.partial"
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(folder / "last.pt", partial)
-    except OSError:
-        # The file system has no hard links.
-        shutil.copyfile(folder / "last.pt", partial)
-    os.replace(partial, folder / "previous.pt")
-    # If both names already meant one file, os.replace has done nothing.
-    partial.unlink(missing_ok=True)
-
-
 def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None:
-    """Save `state`, a dict of objects with state_dict or of such dicts, as last.pt in `folder`.
+    """Save the dict `state` as last.pt in `folder`, and the one before it as previous.pt.
 
-    `config` are the flags of the run. The best one is also saved as best.pt.
+    `config` are the flags of the run. The best one gets the name best.pt, too.
     Raises RunError if the file system refuses it, and TypeError for what could not be read again.
     """
-    content = {"format": FORMAT, "config": as_json(config)}
-    for name, part in state.items():
-        content[name] = part.state_dict() if hasattr(part, "state_dict") else part
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save({"format": FORMAT, "config": as_json(config), **state}, buffer)
     buffer.seek(0)
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
         raise TypeError(
             f"--resume could not read {', '.join(unsafe)}: "
             "a state_dict may hold only numbers, strings, lists, dicts and tensors"
         )
+    last = folder / "last.pt"
     try:
+        partial = write_beside(last, buffer.getbuffer())
+        # First: a run that goes on from the new last.pt counts on it.
         if is_best:
-            write_atomically(folder / "best.pt", buffer.getbuffer())
-        if (folder / "last.pt").exists():
-            keep_previous(folder)
-        write_atomically(folder / "last.pt", buffer.getbuffer())
+            link_or_copy(partial, folder / "best.pt")
+        if last.exists():
+            link_or_copy(last, folder / "previous.pt")
+        replace(partial, last)
     except OSError as error:
+        for name in NAMES:
+            # Frees their space on a full disk.
+            with suppress(OSError):
+                (folder / f".{name}.partial").unlink()
         raise RunError(
             f"cannot save in {folder} ({error.strerror}); "
             "--resume auto uses the previous checkpoint"
@@ -169,7 +126,7 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
         except (OSError, CorruptCheckpoint) as error:
             raise InputError(f"--resume {path}: {reason_of(error)}") from error
     if folder is None:
-        raise InputError("--resume auto: name the folder with --log-dir or --checkpoint-dir")
+        raise InputError("--resume auto: name the folder with --log-dir")
     damaged = []
     for path in (Path(folder, name) for name in NAMES):
         try:
@@ -224,14 +181,14 @@ def resume(
     folder: Path | None,
     state: dict,
     config: dict,
-    may_differ: frozenset | set = MAY_DIFFER,
+    may_change: frozenset | set = frozenset(),
     optional: tuple = (),
     all_reduce=None,
     read=read,
 ) -> Found:
     """Load the checkpoint that --resume means, if any, into the objects of `state`.
 
-    It was saved with the same `config`, but for the flags in `may_differ`. The parts of `state`
+    It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
     that are `optional` may be missing in it. `all_reduce` sums a tensor over all ranks in place;
     with it, all ranks have to see the same file. Raises InputError.
     """
@@ -245,7 +202,7 @@ def resume(
     if found.path:
         try:
             check_format(found.saved)
-            check_config(found.saved["config"], config, may_differ)
+            check_config(found.saved["config"], config, may_change)
             load(found.saved, state, optional)
         except InputError as error:
             raise InputError(f"--resume {found.path} does not fit this run: {error}") from error
@@ -262,12 +219,12 @@ def check_format(saved: dict) -> None:
         raise InputError("it has no config")
 
 
-def check_config(saved: dict, config: dict, may_differ: frozenset | set) -> None:
+def check_config(saved: dict, config: dict, may_change: frozenset | set) -> None:
     """Raise InputError if flags that both have differ, and are not of those that may."""
     differences = [
         f"{flag} {saved[flag]} (and this run {value})"
         for flag, value in as_json(config).items()
-        if flag in saved and saved[flag] != value and flag not in may_differ
+        if flag in saved and saved[flag] != value and flag not in may_change
     ]
     if differences:
         raise InputError(f"it was saved with {', '.join(differences)}")
@@ -294,104 +251,33 @@ def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
                 kept[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
-def in_one_line(error: Exception) -> str:
-    """The type and the beginning of the message of an error."""
-    message = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {message}"
+def claim(folder: Path, found: Found) -> None:
+    """Make sure that `folder` is for a run that goes on from `found`; rename damaged checkpoints.
 
-
-def claim(folder: Path, log_dir: Path, found: Found) -> None:
-    """Create `folder` for a run that goes on from `found`; damaged checkpoints are renamed.
-
-    Raises InputError if it, or results.jsonl in `log_dir`, is of another run, or newer.
+    Raises InputError if it holds another run, or a newer checkpoint.
     """
     damaged = [path for path, _ in found.damaged]
     there = [folder / name for name in NAMES]
-    newest = next((path for path in there if path.exists() and path not in damaged), None)
-    of_another = newest and not (found.path and newest.samefile(found.path))
-    results = log_dir / "results.jsonl"
+    in_the_way = next((path for path in there if path.exists() and path not in damaged), None)
+    if in_the_way and found.path and in_the_way.samefile(found.path):
+        in_the_way = None
+    results = folder / "results.jsonl"
     if found.path is None and results.exists() and b'"evaluation"' in results.read_bytes():
-        of_another = True
-        newest = results
-    if of_another:
+        in_the_way = results
+    if in_the_way:
         raise InputError(
-            f"{newest} is from another run, or newer than --resume, and would be overwritten: "
-            "choose another --log-dir (and --checkpoint-dir), or --resume auto"
+            f"{in_the_way} is from another run, or newer than --resume, and would be overwritten: "
+            "choose another --log-dir, or --resume auto"
         )
     try:
         for path in damaged:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")
-        folder.mkdir(parents=True, exist_ok=True)
         # A new file, and one that replaces it.
         write_atomically(folder / ".writable", b"")
         write_atomically(folder / ".writable", b"")
         (folder / ".writable").unlink()
     except OSError as error:
         raise InputError(
-            f"cannot write to {folder} ({error.strerror}): "
-            "choose another --log-dir or --checkpoint-dir"
+            f"cannot write to {folder} ({error.strerror}): choose another --log-dir"
         ) from error
-
-
-def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """The weights by name in a file: a state_dict, safetensors, or a checkpoint of a recipe.
-
-    Raises InputError.
-    """
-    try:
-        if Path(path).suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise InputError(f"--init-from {path}: {in_one_line(error)}") from error
-    if isinstance(saved, dict) and "format" in saved and "model" in saved:
-        saved = saved["model"]
-    if not is_state_dict(saved):
-        raise InputError(f"--init-from {path}: it is not a state_dict, a dict of tensors")
-    # DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
-    for prefix in ("module.", "_orig_mod."):
-        torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, prefix)
-    return saved
-
-
-def is_state_dict(saved) -> bool:
-    """Whether it is a dict of tensors by name."""
-    return isinstance(saved, dict) and all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in saved.items()
-    )
-
-
-def init_from(path: str | None, model: torch.nn.Module, partial: bool = False) -> list[str]:
-    """Load the weights in the file `path`, if any, into `model`; return lines that say what it did.
-
-    With `partial`, weights that one of both lacks, or that have another shape, are left out, and
-    the line names them. Otherwise they raise InputError.
-    """
-    if path is None:
-        return []
-    weights = read_weights(path)
-    own = model.state_dict()
-    fitting = {}
-    left_out = []
-    for name in sorted(own.keys() | weights.keys()):
-        if name not in weights:
-            left_out.append(f"{name} (not in the file)")
-        elif name not in own:
-            left_out.append(f"{name} (not in the model)")
-        elif own[name].shape != weights[name].shape:
-            left_out.append(f"{name} ({list(weights[name].shape)} in the file)")
-        else:
-            fitting[name] = weights[name]
-    if not fitting:
-        raise InputError(f"--init-from {path}: no weight in it fits the model")
-    if left_out and not partial:
-        raise InputError(
-            f"--init-from {path} does not fit the model: {', '.join(left_out)}; "
-            "--init-partial leaves them out"
-        )
-    model.load_state_dict(fitting, strict=False)
-    line = f"weights from {path}: {len(fitting)} of {len(own)} loaded"
-    return [f"{line}; left out: {', '.join(left_out)}" if left_out else line]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from common.errors import InputError
@@ -48,8 +49,9 @@ class EpochSampler(Sampler[int]):
                 f"{length} training samples do not fill one batch of {batch_size} "
                 f"on each of {world_size} processes"
             )
-        # In shared memory, so that loader workers, which live through all epochs, see it.
-        self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
+        # (epoch, start, steps), in shared memory: loader workers live through all epochs.
+        self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self.set_epoch(0)
 
     @property
     def epoch(self) -> int:
@@ -59,14 +61,22 @@ class EpochSampler(Sampler[int]):
     def start(self) -> int:
         return self._place[1].item()
 
-    def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already."""
-        self._place.copy_(torch.tensor([epoch, start]))
+    @property
+    def steps(self) -> int:
+        return self._place[2].item()
+
+    def set_epoch(self, epoch: int, start: int = 0, steps: int | None = None) -> None:
+        """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already.
+
+        It goes on for `steps` steps, or to its end.
+        """
+        if steps is None:
+            steps = max(0, self.length - start) // self.global_batch
+        self._place.copy_(torch.tensor([epoch, start, steps]))
 
     def __len__(self) -> int:
-        """The samples that this rank reads in the rest of the epoch."""
-        steps = (self.length - self.start) // self.global_batch
-        return steps * self.global_batch // self.world_size
+        """The samples that this rank reads from here on."""
+        return self.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
@@ -75,9 +85,9 @@ class EpochSampler(Sampler[int]):
             order = torch.randperm(self.length, generator=generator)
         else:
             order = torch.arange(self.length)
-        used_by_all = len(self) * self.world_size
-        share = order[self.start :][:used_by_all][self.rank :: self.world_size]
-        return iter(share.tolist())
+        end = self.start + self.steps * self.global_batch
+        of_all_ranks = order[self.start : end]
+        return iter(of_all_ranks[self.rank :: self.world_size].tolist())
 
 
 class TensorLoader:
@@ -88,9 +98,12 @@ class TensorLoader:
     """
 
     def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):
-        # A slice of a TensorDataset is no copy; not every Subset takes one.
-        whole = slice(None) if isinstance(dataset, TensorDataset) else list(range(len(dataset)))
-        self.tensors = [tensor.to(device) for tensor in dataset[whole]]
+        if isinstance(dataset, TensorDataset):
+            # Without a copy.
+            all_samples = dataset.tensors
+        else:
+            all_samples = dataset[list(range(len(dataset)))]
+        self.tensors = [tensor.to(device) for tensor in all_samples]
         self.sampler = sampler
         self.batch_size = batch_size
 
@@ -109,6 +122,39 @@ class TensorLoader:
     def pick(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """The samples with these indices, each tensor in one piece."""
         return [tensor.index_select(0, indices) for tensor in self.tensors]
+
+
+class CopiedAhead:
+    """The batches of `loader` on `device`, a CUDA device: each is copied while a step runs.
+
+    The copies need no time of the steps if the loader has pin_memory=True.
+    """
+
+    def __init__(self, loader: Iterable, device: torch.device):
+        self.loader = loader
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        copies = torch.cuda.Stream(self.device)
+        ready = None
+        for batch in self.loader:
+            with torch.cuda.stream(copies):
+                coming = to_device(batch, self.device)
+            if ready is not None:
+                yield ready
+            # By now the device has been given the step with `ready`.
+            steps = torch.cuda.current_stream(self.device)
+            steps.wait_stream(copies)
+            for value in tree_leaves(coming):
+                if isinstance(value, torch.Tensor):
+                    # Else its memory could go to the next copy while the step still reads it.
+                    value.record_stream(steps)
+            ready = coming
+        if ready is not None:
+            yield ready
 
 
 class Seeded(Dataset):

@@ -69,27 +69,30 @@ def describe(device: torch.device) -> str:
 
 
 def tune(device: torch.device) -> None:
-    """Let convolutions and matrix products be fast: cuDNN's search, TF32, tune_cpu()."""
+    """Let convolutions and matrix products be fast: cuDNN's search, TF32, and what a CPU needs."""
     # Tries the algorithms for each convolution once, and keeps the fastest.
     torch.backends.cudnn.benchmark = True
     if device.type == "cuda":
         # TF32, as in convolutions.
         torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
-        tune_cpu()
+        libc = ctypes.CDLL(None)
+        # Only glibc has it.
+        if hasattr(libc, "mallopt"):
+            keep_freed_memory(libc)
+            schedule_as_batch(libc)
 
 
-def tune_cpu() -> None:
-    """Let glibc keep freed memory, and no thread interrupt the one that wakes it (docs/cpu.md)."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
-        # It is not glibc.
-        return
+def keep_freed_memory(libc: ctypes.CDLL) -> None:
+    """Let glibc keep it: else page faults fetch it again in each step (docs/cpu.md)."""
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4
-    # Else page faults fetch the memory again in each step.
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def schedule_as_batch(libc: ctypes.CDLL) -> None:
+    """Let no thread of this process interrupt the one that wakes it (docs/cpu.md)."""
     no_priority = bytes(4)
     for thread in os.listdir("/proc/self/task"):
         libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)

@@ -2,23 +2,52 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Replace the file `path` as a whole, also in a crash; raises OSError."""
+    replace(write_beside(path, content), path)
+
+
+def write_beside(path: Path, content: bytes | memoryview) -> Path:
+    """Write a file beside `path`, from which replace() makes `path`; raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
+    # One that a crash left may have another name by now: its content stays as it is.
+    partial.unlink(missing_ok=True)
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError:
         # Frees its space on a full disk.
         partial.unlink(missing_ok=True)
         raise
+    return partial
+
+
+def replace(partial: Path, path: Path) -> None:
+    """Give the file `partial` the name `path`; raises OSError."""
+    os.replace(partial, path)
     sync_folder(path.parent)
+
+
+def link_or_copy(there: Path, path: Path) -> None:
+    """Let `path` be another name of the file `there`, or a copy of it; raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(there, partial)
+    except OSError:
+        # The file system has no hard links.
+        shutil.copyfile(there, partial)
+        with open(partial, "rb+") as copy:
+            os.fsync(copy.fileno())
+    os.replace(partial, path)
+    # If both names already meant one file, os.replace has done nothing.
+    partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

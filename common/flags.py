@@ -7,6 +7,52 @@ import sys
 
 from common.errors import InputError
 
+# The flags that a run that goes on may change, under another launcher, too. run.Run compares all
+# others with those of the checkpoint.
+MAY_CHANGE = frozenset(
+    {
+        "accumulate",
+        "amp_dtype",
+        "batch_size",
+        "channels_last",
+        "checkpoint_every",
+        "comm_hook",
+        "compile",
+        "data_dir",
+        "device",
+        "dry_run",
+        "epochs",
+        "eval_every",
+        "evaluate",
+        "fp16_allreduce",
+        "global_batch_size",
+        "gpus",
+        "init_from",
+        "init_partial",
+        "loader",
+        "local_rank",
+        "log_dir",
+        "log_interval",
+        "log_seconds",
+        "lr",
+        "max_steps",
+        "nodes",
+        "nr",
+        "opt_level",
+        "param_dtype",
+        "profile",
+        "reshard",
+        "resume",
+        "saved_by",
+        "sharded_checkpoint",
+        "sync_bn",
+        "test_batch_size",
+        "timeout",
+        "use_adasum",
+        "workers",
+    }
+)
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
@@ -86,21 +132,25 @@ def fraction(text: str) -> float:
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags for the device, the length of a run, its checkpoints and its output."""
+    """Add the flags for the device, the length of a run, its checkpoints and its output.
+
+    run.Run reads them.
+    """
     add = parser.add_argument_group("run").add_argument
     add("--device", default="auto", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
-    add("--max-steps", type=positive_int, help="end after so many steps; replaces --epochs")
+    add("--max-steps", type=positive_int, help="end the run after so many steps, not --epochs")
     add("--eval-every", type=positive_int, metavar="STEPS", help="also evaluate within an epoch")
-    add("--timeout", type=positive_int, default=600, help="seconds until a hanging step is ended")
-    add("--dry-run", action="store_true", help="one step and one batch of evaluation, no files")
-    add("--profile", action="store_true", help="trace ten steps of rank 0 (ui.perfetto.dev)")
+    add("--timeout", type=positive_int, default=600, help="end a step that takes so many seconds")
+    add(
+        "--dry-run", action="store_true", help="try a step and a batch of evaluation; write nothing"
+    )
+    add("--profile", action="store_true", help="trace ten steps of rank 0, for ui.perfetto.dev")
     add = parser.add_argument_group("checkpoints").add_argument
-    add("--init-from", metavar="FILE", help="begin with its weights: state_dict, safetensors, .pt")
-    add("--init-partial", action="store_true", help="leave out the weights that do not fit")
-    add("--resume", metavar="FILE", help="go on from it; auto: from the newest, if there is one")
-    add("--checkpoint-dir", metavar="DIR", help="last.pt, previous.pt, best.pt (--log-dir)")
+    add("--init-from", metavar="FILE", help="begin with weights: state_dict, safetensors, .pt")
+    add("--init-partial", action="store_true", help="let --init-from leave out what does not fit")
+    add("--resume", metavar="FILE", help="go on from a checkpoint; auto: the newest in --log-dir")
     add("--checkpoint-every", type=positive_int, metavar="STEPS", help="also save within an epoch")
     add = parser.add_argument_group("output").add_argument
-    add("--log-dir", metavar="DIR", help="results.jsonl, TensorBoard; else a new one in runs/")
-    add("--log-interval", type=positive_int, default=10, help="steps between checks of loss, stop")
-    add("--log-seconds", type=non_negative_float, default=10, help="from one log line to the next")
+    add("--log-dir", metavar="DIR", help="folder of the run; if not given, a new one in runs/")
+    add("--log-interval", type=positive_int, default=10, help="check loss and stop every N steps")
+    add("--log-seconds", type=non_negative_float, default=10, help="print a line every N seconds")

@@ -12,38 +12,33 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
-from common.errors import InputError
-from common.log import show
+from common.errors import InputError, show
 
 # Seconds without a touch after which a file counts as left behind.
 EXPIRES = 30
 
 
-def hold(*folders: Path) -> None:
-    """Create `folders`, and hold them until this process ends.
+def hold(folder: Path) -> None:
+    """Create `folder`, and hold it until this process ends.
 
     A job that was queued again and its copy would write the same files. Raises InputError if
-    another process holds one, or if it cannot be written.
+    another process holds it, or if it cannot be written.
     """
-    for folder in sorted({folder.absolute() for folder in folders}):
-        lease = SoftFileLease(
-            folder / ".in-use", lease_duration=EXPIRES, on_compromise=end_if_taken
-        )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            acquire_or_raise(lease)
-        except Timeout as error:
-            raise InputError(
-                f"{folder} is in use by {owner_of(lease)}: wait for its end, or choose another "
-                "--log-dir (and --checkpoint-dir)"
-            ) from error
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {folder} ({error.strerror}): "
-                "choose another --log-dir or --checkpoint-dir"
-            ) from error
-        # Unlike atexit, this also works in a process of mp.spawn.
-        multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0)
+    lease = SoftFileLease(folder / ".in-use", lease_duration=EXPIRES, on_compromise=end_if_taken)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        acquire_or_raise(lease)
+    except Timeout as error:
+        raise InputError(
+            f"{folder} is in use by {owner_of(lease)}: wait for its end, "
+            "or choose another --log-dir"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {folder} ({error.strerror}): choose another --log-dir"
+        ) from error
+    # Unlike atexit, this also works in a process of mp.spawn.
+    multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0)
 
 
 def release(lease: SoftFileLease) -> None:

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from common import results
-from common.errors import InputError
+from common.errors import InputError, show
 from common.position import Position
 
 
@@ -20,19 +20,26 @@ class Log:
     """The log of a run, in `folder` (None: it only prints).
 
     Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
-    under the same names. `unit` is what a sample is called. In training it logs every `seconds`.
+    under the same names, at the step of `position`. `unit` is what a sample is called. In training
+    it logs every `seconds`.
     On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
     TensorBoard cannot write to.
     """
 
     def __init__(
-        self, folder: Path | None, unit: str = "samples", seconds: float = 10, quiet: bool = False
+        self,
+        folder: Path | None,
+        position: Position,
+        unit: str = "samples",
+        seconds: float = 10,
+        quiet: bool = False,
     ):
         self.folder = folder
         try:
             str(folder).encode()
         except UnicodeEncodeError as error:
             raise InputError(f"--log-dir {folder}: TensorBoard needs a name in UTF-8") from error
+        self.position = position
         self.quiet = quiet
         self.unit = unit
         self.seconds = seconds
@@ -41,7 +48,7 @@ class Log:
         # Functions that get (figures by name, step), such as wandb.log and mlflow.log_metrics.
         self.listeners = []
 
-    def start(self, position: Position, config: dict, lines: list[str]) -> None:
+    def start(self, config: dict, lines: list[str]) -> None:
         """Print `lines`, and begin results.jsonl with `config`, the flags of the run.
 
         A resumed run goes on behind the lines up to its position. Raises InputError if the folder
@@ -50,11 +57,11 @@ class Log:
         if self.quiet:
             return
         if self.folder is not None:
-            self._begin_results(position, config)
+            self._begin_results(config)
             lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
         show("\n".join(lines))
 
-    def _begin_results(self, position, config):
+    def _begin_results(self, config):
         event = {
             "event": "start",
             "config": config,
@@ -64,14 +71,15 @@ class Log:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            results.keep_until(self.folder / "results.jsonl", position)
-            self._append(position, event)
+            results.keep_until(self.folder / "results.jsonl", self.position)
+            self._append(event)
         except OSError as error:
             raise InputError(
                 f"cannot write to {self.folder} ({error.strerror}): choose another --log-dir"
             ) from error
 
-    def _append(self, position, content):
+    def _append(self, content):
+        position = self.position
         place = {"step": position.steps, "epoch": position.epoch, "samples": position.samples}
         line = json.dumps({**place, **content}, default=str)
         # On a disk that was full, a part of a line may be before it.
@@ -79,92 +87,95 @@ class Log:
         with open(self.folder / "results.jsonl", "a") as file:
             file.write(f"{start}{line}\n")
 
-    def begin(self, position: Position, steps_left: int | None, samples_per_step: int) -> None:
-        """Begin a stretch of training; `steps_left` is the rest of the run, if it is known."""
+    def begin(self) -> None:
+        """Begin a stretch of training."""
         if self.quiet:
             return
         # tqdm's default is a semaphore, which a killed process leaks.
         tqdm.set_lock(threading.RLock())
         # Or a thread of tqdm clutters the stacks of the watchdog.
         tqdm.monitor_interval = 0
-        total = None if steps_left is None else position.steps + steps_left
-        self.bar = tqdm(total=total, initial=position.steps, unit="step", leave=False, disable=None)
-        self.samples_per_step = samples_per_step
-        self.first_step = position.steps
+        steps = self.position.steps
+        total = steps + self.position.steps_left
+        self.bar = tqdm(total=total, initial=steps, unit="step", leave=False, disable=None)
+        self.first_step = steps
         self.began = time.perf_counter()
         self.logged = self.began
 
-    def _seconds_and_rate(self, position):
+    def _seconds_and_rate(self):
+        """The seconds of this stretch of training, and its samples per second."""
         seconds = time.perf_counter() - self.began
-        return seconds, (position.steps - self.first_step) * self.samples_per_step / seconds
+        steps = self.position.steps - self.first_step
+        return seconds, steps * self.position.sampler.global_batch / seconds
 
-    def step(self, position: Position, figures: dict) -> None:
+    def step(self, figures: dict) -> None:
         """Show the figures of training so far; every `seconds` also log them."""
         if self.quiet:
             return
         if not self.bar.disable:
             self.bar.set_postfix(self._shown(figures), refresh=False)
-            self.bar.update(position.steps - self.bar.n)
+            self.bar.update(self.position.steps - self.bar.n)
         now = time.perf_counter()
         if now - self.logged < self.seconds:
             return
         self.logged = now
-        _, rate = self._seconds_and_rate(position)
+        _, rate = self._seconds_and_rate()
         if self.bar.disable:
-            self._print_step(position, self._shown(figures), rate)
+            self._print_step(self._shown(figures), rate)
         figures = {f"train/{name}": value for name, value in figures.items()}
-        self.write(position, "step", {**figures, f"perf/{self.unit}_per_sec": rate})
+        self.write("step", {**figures, f"perf/{self.unit}_per_sec": rate, **memory()})
 
     def _shown(self, figures):
         return {name: f"{value:.4g}" for name, value in figures.items()}
 
-    def _print_step(self, position, shown, rate):
-        steps = f"step {position.steps}"
-        left = ""
-        if self.bar.total is not None:
-            steps += f"/{self.bar.total}"
-            seconds = (self.bar.total - position.steps) * self.samples_per_step / rate
-            left = f" | {timedelta(seconds=round(seconds))} left"
+    def _print_step(self, shown, rate):
+        position = self.position
         values = " ".join(f"{name} {value}" for name, value in shown.items())
-        show(f"{steps}: {values} | {rate:,.0f} {self.unit}/s{left}")
+        parts = [f"step {position.steps}/{self.bar.total}: {values}"]
+        parts.append(f"{rate:,.0f} {self.unit}/s")
+        parts += [f"{gib:.1f} GiB" for gib in memory().values()]
+        seconds = position.steps_left * position.sampler.global_batch / rate
+        parts.append(f"{timedelta(seconds=round(seconds))} left")
+        show(" | ".join(parts))
 
-    def end(self, position: Position, waited: float) -> None:
+    def end(self, waited: float) -> None:
         """End the stretch of training, which waited for data for `waited` seconds."""
         if self.quiet:
             return
         self.bar.close()
-        seconds, rate = self._seconds_and_rate(position)
+        seconds, rate = self._seconds_and_rate()
         self.speed = {
             f"perf/{self.unit}_per_sec": rate,
             "perf/data_wait": waited / seconds,
             "perf/seconds": seconds,
         }
 
-    def evaluation(self, position: Position, line: str, train: dict, val: dict) -> None:
+    def evaluation(self, line: str, train: dict, val: dict) -> None:
         """Print `line` and the speed of training, and log the results `train` and `val`."""
         if self.quiet:
             return
+        epochs = f"epoch {self.position.epochs_done:.4g}/{self.position.epochs:.4g}"
         rate = self.speed[f"perf/{self.unit}_per_sec"]
         data_wait = self.speed["perf/data_wait"]
-        show(f"{line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait")
+        show(f"{epochs}: {line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait")
         figures = {f"train/{name}": value for name, value in train.items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
-        self.write(position, "evaluation", figures | self.speed)
+        self.write("evaluation", figures | self.speed)
 
     def say(self, line: str) -> None:
         """Print `line`."""
         if not self.quiet:
             show(line)
 
-    def write(self, position: Position, event: str, figures: dict) -> None:
+    def write(self, event: str, figures: dict) -> None:
         """Append a JSON line, write the figures to TensorBoard, and hand them to the listeners."""
         if self.folder is None:
             return
         for listener in self.listeners:
-            listener(figures, position.steps)
+            listener(figures, self.position.steps)
         try:
-            self._append(position, {"event": event, **figures})
-            self._write_scalars(position, figures)
+            self._append({"event": event, **figures})
+            self._write_scalars(figures)
         except OSError as error:
             # A full disk must not end the run. A writer that has failed writes nothing more.
             self.writer = None
@@ -175,36 +186,33 @@ class Log:
                 )
             self.warned = True
 
-    def _write_scalars(self, position, figures):
+    def _write_scalars(self, figures):
         if self.writer is None:
             # Imported late, to take the first step sooner.
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 return
-            self.writer = SummaryWriter(self.folder, purge_step=position.steps)
+            self.writer = SummaryWriter(self.folder, purge_step=self.position.steps)
         for name, value in figures.items():
             if isinstance(value, int | float):
-                self.writer.add_scalar(name, value, position.steps)
+                self.writer.add_scalar(name, value, self.position.steps)
         self.writer.flush()
 
-    def stop(self, position: Position, folder: Path | None) -> None:
-        """Say where the run stopped, and how to go on from `folder`."""
+    def stopped(self) -> None:
+        """Say where the run stopped, and how to go on."""
         if self.quiet:
             return
-        self.bar.close()
-        where = f"epoch {position.epoch + 1}, sample {position.samples}"
-        how = f": continue with --resume {folder / 'last.pt'}" if folder else ""
+        where = f"epoch {self.position.epoch + 1}, sample {self.position.samples}"
+        how = f": continue with --resume {self.folder / 'last.pt'}" if self.folder else ""
         show(f"stopped after a signal at {where}{how}")
 
 
-def show(text: str) -> None:
-    """Print `text`. A terminal that is gone, or a full disk behind it, does not end the run."""
-    try:
-        print(text, flush=True)
-    except OSError:
-        # Python would fail again when it flushes at its end.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+def memory() -> dict[str, float]:
+    """The most that the tensors of this process have taken on its GPU so far, in GiB."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"perf/gpu_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def new_folder(task: str) -> Path:

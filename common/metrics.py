@@ -15,13 +15,13 @@ class Sums:
     """
 
     def __init__(self, device: torch.device, *names: str, **shapes: tuple[int, ...]):
-        # "stop" counts the ranks that were asked to stop: it travels with the sums.
-        self.shapes = {**dict.fromkeys(names, ()), **shapes, "stop": ()}
+        self.shapes = {**dict.fromkeys(names, ()), **shapes}
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         # Apple's GPUs have no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        self.values = torch.zeros(sum(self.sizes), dtype=wide, device=device)
-        self.parts = self._split(self.values)
+        # What this rank has added: tensors on the device, and Python's numbers.
+        self.own = torch.zeros(sum(self.sizes), dtype=wide, device=device)
+        self.own_parts = self._split(self.own)
         self.reset()
 
     def _split(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -31,54 +31,55 @@ class Sums:
 
     def reset(self) -> None:
         """Begin again at 0."""
-        self.values.zero_()
-        self.numbers = dict.fromkeys(self.shapes, 0)
-        self.before = torch.zeros(len(self.values), dtype=torch.float64)
-        self.known = self.before
+        self.own.zero_()
+        self.own_numbers = dict.fromkeys(self.shapes, 0)
+        # Over all ranks.
+        self.from_checkpoint = torch.zeros(len(self.own), dtype=torch.float64)
+        self.last_total = self.from_checkpoint
 
     def add(self, **amounts: torch.Tensor | float) -> None:
         """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
         for name, amount in amounts.items():
             if isinstance(amount, torch.Tensor):
-                self.parts[name].add_(amount)
+                self.own_parts[name].add_(amount)
             else:
                 # A number needs no operation on the device until total().
-                self.numbers[name] += amount
+                self.own_numbers[name] += amount
 
-    def total(self, all_reduce=None, stop: bool = False) -> dict:
+    def total(self, all_reduce=None) -> dict:
         """{name: sum over all ranks}, a float or a tensor on the CPU, since the last reset.
 
         `all_reduce` adds up a tensor over all ranks in place; all of them make this call.
-        "stop" is the number of ranks that called it with `stop`.
+        Raises RunError if a sum is not finite.
         """
-        for name, number in self.numbers.items():
+        for name, number in self.own_numbers.items():
             if number:
-                self.parts[name].add_(number)
-                self.numbers[name] = 0
-        values = self.values.clone()
-        if stop:
-            values[-1] = 1
+                self.own_parts[name].add_(number)
+                self.own_numbers[name] = 0
+        values = self.own.clone()
         if all_reduce:
             all_reduce(values)
-        # The only line at which Python waits for the GPU.
+        # Here Python waits for the GPU.
         values = values.cpu().double()
-        self.known = self.before + values
-        return {
-            name: part.clone() if part.dim() else part.item()
-            for name, part in self._split(self.known).items()
-        }
+        self.last_total = self.from_checkpoint + values
+        total = self._split(self.last_total)
+        for name, part in total.items():
+            if not part.isfinite().all():
+                raise RunError(
+                    f"the {name} is not finite: lower --lr, or check the data, and go on with "
+                    "--resume auto; if that fails at once, too, go on from previous.pt or best.pt "
+                    "in a new --log-dir"
+                )
+        return {name: part.clone() if part.dim() else part.item() for name, part in total.items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The sums at the last call of total(), over all ranks."""
-        parts = self._split(self.known)
-        del parts["stop"]
-        return {name: part.clone() for name, part in parts.items()}
+        return {name: part.clone() for name, part in self._split(self.last_total).items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.reset()
-        for name, part in self._split(self.before).items():
-            if name != "stop":
-                part.copy_(state[name])
+        for name, part in self._split(self.from_checkpoint).items():
+            part.copy_(state[name])
 
 
 class Best:
@@ -89,8 +90,10 @@ class Best:
         self.value = None
 
     def update(self, value: float) -> bool:
-        """Keep `value` if it is the best; return whether it is."""
-        if self.value is None:
+        """Keep `value` if it is the best; return whether it is. NaN never is."""
+        if math.isnan(value):
+            better = False
+        elif self.value is None:
             better = True
         elif self.lowest:
             better = value < self.value
@@ -105,12 +108,3 @@ class Best:
 
     def load_state_dict(self, state: dict) -> None:
         self.value = state["value"]
-
-
-def require_finite(loss: float) -> None:
-    """Raise RunError if `loss` is infinite or not a number."""
-    if not math.isfinite(loss):
-        raise RunError(
-            "the loss is not finite: lower --lr, or check the data, and go on with --resume auto; "
-            "if that fails at once, too, go on from previous.pt or best.pt in a new --log-dir"
-        )

@@ -8,62 +8,111 @@ from common.data import EpochSampler, seed_of
 class Position:
     """(epoch, samples of that epoch already used, over all ranks), and the steps taken so far.
 
+    It also knows how long the run is: `max_steps` steps if they are given, else `epochs` epochs. An
+    evaluation comes at the end of each epoch and of the run, and every `eval_every` steps.
     A checkpoint says nothing of ranks: a run goes on from its position on any number of them.
     """
 
-    def __init__(self):
+    def __init__(
+        self,
+        sampler: EpochSampler,
+        epochs: int,
+        max_steps: int | None = None,
+        eval_every: int | None = None,
+    ):
+        self.sampler = sampler
+        self.max_steps = max_steps
+        self.eval_every = eval_every
+        # The length of the run in epochs. With max_steps it may end within one.
+        self.epochs = epochs if max_steps is None else self._epochs_of(max_steps)
         self.epoch = 0
         self.samples = 0
         self.steps = 0
         self.evaluated_at = 0  # the steps at the last evaluation
 
-    def advance(self, samples: int) -> None:
-        """Record a step in which all ranks together used `samples` samples."""
-        self.samples += samples
-        self.steps += 1
+    def _epochs_of(self, steps):
+        whole, rest = divmod(steps, self.sampler.steps_per_epoch)
+        return whole + rest * self.sampler.global_batch / self.sampler.length
 
-    def finished(self, epochs: int, max_steps: int | None) -> bool:
-        """Whether the run ends here: after `max_steps` steps if they are given, else `epochs`."""
-        if max_steps is not None:
-            return self.steps >= max_steps
-        return self.epoch >= epochs
+    @property
+    def epochs_done(self) -> float:
+        """The epochs done so far."""
+        return self.epoch + self.samples / self.sampler.length
 
-    def evaluation_due(self, eval_every: int | None, max_steps: int | None) -> bool:
-        """Whether to evaluate here, within an epoch: every so many steps, and after the last."""
-        if self.steps == self.evaluated_at:
-            return False
-        return self.multiple_of(eval_every) or self.steps == max_steps
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end."""
+        if self.max_steps is None:
+            return self.epoch >= self.epochs
+        if self.steps == self.max_steps:
+            # A run may have been saved and stopped right before its last evaluation.
+            return self.steps == self.evaluated_at
+        return self.steps > self.max_steps
+
+    @property
+    def epoch_over(self) -> bool:
+        """Whether the rest of the epoch is less than a global batch, and is left out."""
+        return self.samples + self.sampler.global_batch > self.sampler.length
+
+    @property
+    def _steps_left_in_epoch(self):
+        return max(0, self.sampler.length - self.samples) // self.sampler.global_batch
+
+    @property
+    def steps_to_evaluation(self) -> int:
+        """The steps up to the next evaluation.
+
+        It is 0 where one is due: a run may have been saved and stopped right before it.
+        """
+        steps = self._steps_left_in_epoch
+        if self.max_steps is not None:
+            steps = min(steps, self.max_steps - self.steps)
+        if self.eval_every is not None:
+            since_due = self.steps % self.eval_every
+            evaluation_due = since_due == 0 and self.steps != self.evaluated_at
+            steps = 0 if evaluation_due else min(steps, self.eval_every - since_due)
+        return steps
+
+    @property
+    def steps_left(self) -> int:
+        """The steps to the end of the run, on the present number of processes."""
+        if self.max_steps is not None:
+            return self.max_steps - self.steps
+        epochs_after_this = self.epochs - self.epoch - 1
+        return self._steps_left_in_epoch + epochs_after_this * self.sampler.steps_per_epoch
 
     def multiple_of(self, interval: int | None) -> bool:
         """Whether the steps so far are a multiple of `interval`; None is never."""
         return interval is not None and self.steps % interval == 0
 
-    def end_interval(self, epoch_over: bool) -> None:
-        """Record an evaluation, which ends the interval since the last one.
+    def advance(self) -> None:
+        """Record a step, in which all ranks together used a global batch."""
+        self.samples += self.sampler.global_batch
+        self.steps += 1
 
-        If the epoch is over, go on to the next.
-        """
+    def record_evaluation(self) -> None:
+        """Record an evaluation. If the epoch is over, go on to the next."""
         self.evaluated_at = self.steps
-        if epoch_over:
+        if self.epoch_over:
             self.epoch += 1
             self.samples = 0
 
-    def epochs_done(self, length: int) -> float:
-        """The epochs done so far, if an epoch has `length` samples."""
-        return self.epoch + self.samples / length
-
-    def steps_left(self, epochs: int, max_steps: int | None, sampler: EpochSampler) -> int:
-        """The steps to the end of the run, on the present number of processes."""
-        if max_steps is not None:
-            return max_steps - self.steps
-        all_steps = (epochs - self.epoch) * sampler.steps_per_epoch
-        return all_steps - self.samples // sampler.global_batch
-
     def state_dict(self) -> dict[str, int]:
-        return dict(vars(self))
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "steps": self.steps,
+            "evaluated_at": self.evaluated_at,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        vars(self).update({name: int(state[name]) for name in vars(self)})
+        self.epoch = int(state["epoch"])
+        self.samples = int(state["samples"])
+        self.steps = int(state["steps"])
+        self.evaluated_at = int(state["evaluated_at"])
+        # The rest of the epoch may fill no batch of this run, with no step to evaluate.
+        if self.epoch_over and self.steps == self.evaluated_at:
+            self.record_evaluation()
 
 
 def seed_step(seed: int, position: Position, device: torch.device, rank: int = 0) -> None:

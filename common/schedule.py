@@ -2,7 +2,6 @@
 
 import math
 
-from common.data import EpochSampler
 from common.errors import InputError
 
 
@@ -33,42 +32,39 @@ def lr_factor(rule: str, processes: int, global_batch_size: int | None = None) -
     return {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}[rule]
 
 
-def epochs_of(epochs: int, max_steps: int | None, sampler: EpochSampler) -> float:
-    """The length of the run in epochs: `epochs`, or that of `max_steps` steps."""
-    if max_steps is None:
-        return epochs
-    whole, rest = divmod(max_steps, sampler.steps_per_epoch)
-    return whole + rest * sampler.global_batch / sampler.length
-
-
 class WarmupCosine:
-    """Multiplies the rate of each parameter group of `optimizer` by a factor between 0 and 1.
+    """Sets the rate of each parameter group of `optimizer`, as a function of the epochs done.
 
-    The factor rises linearly from `start` to 1 in `warmup_epochs`, then falls along half a cosine
-    to 0 at `epochs`.
+    The present rate of a group is its highest. The rates rise linearly in `warmup_epochs`, that of
+    the first group from `start_lr`, and then fall along half a cosine to 0 at `epochs`.
     """
 
-    def __init__(self, optimizer, epochs: float, warmup_epochs: float, start: float = 1):
+    def __init__(self, optimizer, epochs: float, warmup_epochs: float, start_lr: float):
         self.optimizer = optimizer
-        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.epochs = epochs
         self.warmup_epochs = warmup_epochs
-        self.start = start
+        self.start = start_lr / self.peaks[0]
 
     def factor(self, done: float) -> float:
-        """The factor after `done` epochs."""
+        """The factor of the highest rates, from 0 to 1, after `done` epochs."""
         if done < self.warmup_epochs:
             return self.start + (1 - self.start) * done / self.warmup_epochs
         share = (done - self.warmup_epochs) / max(1e-9, self.epochs - self.warmup_epochs)
         return 0.5 * (1 + math.cos(math.pi * min(1, share)))
 
     @property
-    def first(self) -> float:
+    def peak(self) -> float:
+        """The highest rate of the first group, for the log."""
+        return self.peaks[0]
+
+    @property
+    def current(self) -> float:
         """The present rate of the first group, for the log."""
         return self.optimizer.param_groups[0]["lr"]
 
     def set(self, done: float) -> None:
         """Set the rates for the step after `done` epochs."""
         factor = self.factor(done)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor

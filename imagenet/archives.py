@@ -27,9 +27,8 @@ from torchvision.datasets.folder import is_image_file
 from tqdm import tqdm
 
 from common import lease
-from common.errors import InputError
+from common.errors import InputError, show
 from common.files import write_atomically
-from common.log import show
 
 # Of the index: another number, and it is made again.
 FORMAT = 1

@@ -7,16 +7,14 @@ Read it beside ddp_launch.py.
 """
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
 
-# So that Python finds common/, and the modules beside this file, also with -P and -m.
-sys.path[1:1] = map(str, Path(__file__).resolve().parents[:2])
-from common.parent import die_with_parent
-
-# dist: before torch, which loads for seconds; else a rank outlives a launcher that is killed.
-die_with_parent()
+# So that Python finds the modules beside this file, and common/ beside its folder.
+folder = Path(__file__).resolve().parent
+sys.path += [str(folder), str(folder.parent)]
 
 import torch
 import torch.distributed as dist
@@ -28,56 +26,80 @@ from torch.utils.data import default_collate
 import jpegs  # beside this file
 import networks
 import shards
-from common import (
-    checkpoint,
-    devices,
-    flags,
-    flight_recorder,
-    launch,
-    lease,
-    profiler,
-    schedule,
-    sharded,
-)
+from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, to_device
-from common.log import Log, new_folder
-from common.metrics import Best, Sums, require_finite
+from common.fsdp import blocks
+from common.metrics import Best, Sums
 from common.position import Position, seed_step
+from common.process import launch
 from common.ranks import require_same
-from common.stop import StopSignal
-from common.watchdog import Watchdog
+from common.run import Run
+from common.weights import init_from
 
 
 def parse_args():
     parser = flags.Parser(__doc__)
     parser.set_defaults(dataset="imagenet")
     add = parser.add_argument
-    add("--data-dir", default="data", help="folder with train/ and val/")
-    add("--synthetic", nargs="?", type=flags.positive_int, const=10_000, help="generated images")
-    add("-a", "--model", "--arch", type=networks.known, default="resnet50", help="of torchvision")
-    add("--epochs", type=flags.positive_int, default=90, help="passes over the data")
+    add("--data-dir", default="data", help="folder with train/ and val/, or archives")
+    add(
+        "--synthetic",
+        nargs="?",
+        type=flags.positive_int,
+        const=10_000,
+        metavar="IMAGES",
+        help="train on generated images, 10000 if no number is given",
+    )
+    add(
+        "-a",
+        "--model",
+        "--arch",
+        type=networks.known,
+        default="resnet50",
+        help="one of torchvision",
+    )
+    add("--epochs", type=flags.positive_int, default=90, help="passes over the training data")
     add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
-    add("-G", "--global-batch-size", type=flags.positive_int, help="over all; --lr is for it")
-    add("--test-batch-size", type=flags.positive_int, default=256, help="in evaluation")
-    add("--lr", type=flags.positive_float, help="learning rate of one process (by model)")
-    add("--scale-lr", choices=("linear", "sqrt", "none"), default="linear", help="by processes")
-    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="to the scaled --lr")
-    add("--momentum", type=flags.fraction, default=0.9, help="of SGD")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="of SGD")
-    add("--channels-last", action="store_true", help="NHWC images and weights")
-    add("--compile", action="store_true", help="torch.compile the model")
-    add("--label-smoothing", type=flags.fraction, default=0.1, help="share over all classes")
+    add(
+        "-G",
+        "--global-batch-size",
+        type=flags.positive_int,
+        help="images of all processes together; --lr is then the rate for them",
+    )
+    add("--test-batch-size", type=flags.positive_int, default=256, help="batch size of evaluation")
+    add(
+        "--lr",
+        type=flags.positive_float,
+        help="learning rate of one process; if not given, by model",
+    )
+    add(
+        "--scale-lr",
+        choices=("linear", "sqrt", "none"),
+        default="linear",
+        help="how --lr grows with the number of processes",
+    )
+    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="epochs of a rising rate")
+    add("--momentum", type=flags.fraction, default=0.9, help="momentum of SGD")
+    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="weight decay")
+    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
     add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
     add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
     # dist: for small batches.
-    add("--sync-bn", action="store_true", help="BatchNorm over all GPUs")
-    add("--seed", type=flags.seed, default=0, help="of weights, data and dropout")
+    add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes")
+    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     # fsdp: of the gathered weights.
-    add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="in forward and backward")
+    add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="type of computation")
     # fsdp: for models whose whole state fits no host.
     add("--sharded-checkpoint", action="store_true", help="each rank saves its share")
     # fsdp: one all-gather less, for more memory.
-    add("--no-reshard-after-forward", action="store_false", dest="reshard", help="keep weights")
+    add(
+        "--no-reshard-after-forward",
+        action="store_false",
+        dest="reshard",
+        help="keep the gathered weights until backward has used them",
+    )
     # dist: torch.distributed.launch passes it.
     add("--local-rank", type=int, help=argparse.SUPPRESS)
     jpegs.add_flags(parser)
@@ -97,7 +119,7 @@ def load_data(args, device, rank, world_size):
     batch_size = schedule.per_process(
         args.batch_size, args.global_batch_size, world_size * args.accumulate
     )
-    # dist: its own share of each global batch; else all ranks compute the same gradients.
+    # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(
         len(train_set), batch_size * args.accumulate, rank, world_size, seed=args.seed
     )
@@ -110,7 +132,7 @@ def load_data(args, device, rank, world_size):
 
 
 def averages(total):
-    """The loss (nats) and the accuracies of the sums of all ranks."""
+    """The mean loss (nats) and the accuracies."""
     return {
         "loss": total["loss"] / total["images"],
         "accuracy": total["correct"] / total["images"],
@@ -126,32 +148,48 @@ def text(result):
 def add_to(sums, loss, logits, labels):
     """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
     hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
-    sums.add(
-        loss=loss.detach() * len(labels),
-        correct=hits[:, 0].sum(),
-        correct5=hits.sum(),
-        images=len(labels),
-    )
+    sums.add(loss=loss.detach() * len(labels), correct=hits[:, 0].sum(), correct5=hits.sum())
 
 
-# fsdp: not inference_mode(): the first forward makes buffers of FSDP, and can be this one.
-@torch.no_grad()
-def evaluate(args, model, val, device, watchdog, world_size):
+def make_step(args, model, optimizer, sums):
+    """Return the function that trains on a batch: all that the device does in a step.
+
+    The last batch of --accumulate `ends_step`.
+    """
+
+    def step(images, labels, ends_step):
+        # fsdp: one all-reduce per step, as no_sync() does.
+        model.set_requires_gradient_sync(ends_step)
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+        (loss / args.accumulate).backward()
+        add_to(sums, loss, logits, labels)
+        if ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+@torch.inference_mode()
+def evaluate(args, model, val, device, watchdog):
     """Return the averages over the whole validation set, each sample once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
     sums = Sums(device, "loss", "correct", "correct5", "images")
-    for batch in watchdog(val.loader):
+    for batch in watchdog.watch(val.loader):
         images, labels = to_device(batch, device)
         logits = model(jpegs.normalise(images))
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
+        sums.add(images=len(labels))
         if args.dry_run:
             break
-    # fsdp: forward gathers weights, so all ranks have to call it equally often.
-    most = 1 if args.dry_run else math.ceil(len(val.dataset) / (args.test_batch_size * world_size))
+    # fsdp: forward gathers weights on all ranks, so one that has fewer batches joins once more.
+    samples_at_once = args.test_batch_size * dist.get_world_size()
+    most = 1 if args.dry_run else math.ceil(len(val.dataset) / samples_at_once)
     if len(val.loader) < most:
         images, _ = default_collate([val.dataset[0]])
         model(jpegs.normalise(images.to(device)))
@@ -159,179 +197,76 @@ def evaluate(args, model, val, device, watchdog, world_size):
     return averages(sums.total(dist.all_reduce))
 
 
-def fit(args, device, train, val, model, optimizer, lr, lines, rank, world_size):
-    """Train and evaluate to the end of the run; with --resume, from its last checkpoint."""
-    # With --max-steps a run may end within an epoch.
-    epochs = schedule.epochs_of(args.epochs, args.max_steps, train.sampler)
-    rates = schedule.WarmupCosine(optimizer, epochs, args.warmup_epochs, start=args.lr / lr)
-    position = Position()
-    sums = Sums(device, "loss", "correct", "correct5", "images")
-    best = Best()
-    # A checkpoint holds the state of these objects, and the flags. Add your own.
-    # fsdp: whole in the checkpoint, so that any recipe can load it.
-    state = {"model": shards.Model(model), "optimizer": shards.Optimizer(optimizer)}
-    state |= {"position": position, "sums": sums, "best": best}
-    config = vars(args) | {"saved_by": f"FSDP, torchrun, world size {world_size}"}
-    if args.evaluate:
-        # Only the weights count, of whatever run.
-        state = {"model": state["model"]}
-        config = {}
-    # dist: flags of the launch and of communication may differ in a run that goes on.
-    may_differ = checkpoint.MAY_DIFFER | {
-        "sync_bn",
-        "local_rank",
-        "param_dtype",
-        "reshard",
-        "sharded_checkpoint",
-    }
-    log_dir = Path(args.log_dir or new_folder(args.dataset))
-    folder = Path(args.checkpoint_dir or log_dir)
-    # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-    writes = not (args.dry_run or args.evaluate) and rank == 0
-    log = Log(log_dir if writes else None, "images", args.log_seconds, quiet=rank != 0)
-    if writes:
-        # Before the checkpoint is read: another job may be writing it.
-        lease.hold(folder, log_dir)
-    found = checkpoint.resume(
-        args.resume,
-        args.checkpoint_dir or args.log_dir,
-        state,
-        config,
-        may_differ,
-        # dist: to check that all ranks read the same file.
-        all_reduce=dist.all_reduce,
-        # fsdp: from a file, or from shards.
-        read=shards.read,
-    )
-    if writes:
-        # Refuses a folder that holds another run.
-        checkpoint.claim(folder, log_dir, found)
-    log.start(position, config, [*lines, *found.lines(position)])
-    if position.finished(args.epochs, args.max_steps):
-        log.say("nothing left to do: the run has had its --epochs or --max-steps")
-    # dist: before it ends a rank that waits, the rank writes what it communicated last.
-    recorder = flight_recorder.writer(args.log_dir, rank, world_size, device)
-    watchdog = Watchdog(args.timeout, before_end=recorder)
-    stop = StopSignal()
-    if args.evaluate:
-        result = evaluate(args, model, val, device, watchdog, world_size)
-        log.say(f"{len(val.dataset):,} val images: {text(result)}")
-        return
-
-    def save(is_best=False):
-        # It may take longer than a step. The next batch starts the watchdog again.
-        watchdog.cancel()
-        # fsdp: on all ranks, as each has a share of what rank 0 saves.
-        if args.sharded_checkpoint and not args.dry_run:
-            saved = state | shards.save(folder, model, optimizer, position)
-        else:
-            saved = {name: part.state_dict() for name, part in state.items()}
-        if writes:
-            checkpoint.save(folder, saved, config, is_best)
-
-    while not position.finished(args.epochs, args.max_steps):
-        # A new order each epoch; a resumed epoch goes on in the same order.
-        train.sampler.set_epoch(position.epoch, position.samples)
-        seed_step(args.seed, position, device, rank)
-        model.train()
-        steps_left = position.steps_left(args.epochs, args.max_steps, train.sampler)
-        log.begin(position, steps_left, train.sampler.global_batch)
-        batches = watchdog(train.loader)
-        if args.profile and writes:
-            batches = profiler.trace(batches, log_dir / f"trace-{position.steps}.json.gz")
-        epoch_over = True
-        for number, batch in enumerate(batches, 1):
-            if position.evaluation_due(args.eval_every, args.max_steps):
-                epoch_over = False
-                break
-            ends_step = number % args.accumulate == 0
-            images, labels = to_device(batch, device)
-            # fsdp: one all-reduce per step, as no_sync() does.
-            model.set_requires_gradient_sync(ends_step)
-            rates.set(position.epochs_done(train.sampler.length))
-            logits = model(jpegs.normalise(images))
-            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
-            (loss / args.accumulate).backward()
-            add_to(sums, loss, logits, labels)
-            if not ends_step:
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-            # Data order, rates and random state are functions of the seed and this position.
-            position.advance(train.sampler.global_batch)
-            # Until now there was nothing to save, and SIGTERM ended the run at once.
-            stop.listen()
+def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
+    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
+    position = run.position
+    # A new order in each epoch; a run that resumes within an epoch has the same order there.
+    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
+    for number, batch in enumerate(run.batches(train.loader)):
+        images, labels = to_device(batch, device)
+        part = number % args.accumulate
+        if part == 0:
+            # Data, rates and random numbers depend on seed and position: a resume repeats them.
+            rates.set(position.epochs_done)
             # dist: each rank draws its own dropout.
             seed_step(args.seed, position, device, rank)
-            save_due = position.multiple_of(args.checkpoint_every)
-            if save_due or position.multiple_of(args.log_interval):
-                # dist: also sums the flag: ranks that stop at different steps wait for each other.
-                total = sums.total(dist.all_reduce, stop=stop.requested)
-                require_finite(total["loss"])
-                log.step(position, averages(total) | {"lr": rates.first})
-                # SIGTERM or SIGUSR1 on any rank: all ranks stop after the same step.
-                if total["stop"]:
-                    break
-                if save_due:
-                    save()
-            if args.dry_run:
+        ends_step = part == args.accumulate - 1
+        step(images, labels, ends_step)
+        # Python counts this; the step is only what the device does.
+        sums.add(images=len(labels))
+        if not ends_step:
+            continue
+        position.advance()
+        save_due = position.multiple_of(args.checkpoint_every)
+        if save_due or position.multiple_of(args.log_interval):
+            # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
+            figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
+            run.log.step(figures | {"lr": rates.current})
+            # dist: so all ranks stop after the same step; else they wait for each other.
+            if run.stop.agreed:
                 break
-        log.end(position, watchdog.waited)
-        # dist: over all ranks.
-        total = sums.total(dist.all_reduce, stop=stop.requested)
-        require_finite(total["loss"])
-        # Before the evaluation, which may take long.
-        save()
-        if total["stop"]:
-            log.stop(position, folder)
-            # dist: torchrun --max-restarts starts the ranks again that were not told to stop.
-            launch.restart_unless_told(stop)
-            return
-        train_result = averages(total)
-        val_result = evaluate(args, model, val, device, watchdog, world_size)
-        require_finite(val_result["loss"])
-        position.end_interval(epoch_over)
-        sums.reset()
-        done = f"epoch {position.epochs_done(train.sampler.length):.4g}/{epochs:.4g}"
-        line = f"{done}: {text(train_result)} | val {text(val_result)}"
-        log.evaluation(position, line, train_result | {"lr": rates.first}, val_result)
-        save(is_best=best.update(val_result["accuracy"]))
+            if save_due:
+                run.save()
         if args.dry_run:
             break
+    # dist: over all ranks, as above.
+    return averages(sums.total(run.stop.carried_by(dist.all_reduce)))
 
 
-def main():
-    args = parse_args()
-    # dist: torchrun sets both, for each machine.
+def connect(args):
+    """Join the other processes; return the device of this one, its rank, and the world size."""
+    # dist: torchrun says which process of this machine this is, and how many there are.
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, local_world_size)
     devices.tune(device)
     if device.type != "cpu":
-        # dist: first, or every rank opens a context on GPU 0.
+        # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
-    # dist: NCCL for CUDA, Gloo on a CPU.
-    dist.init_process_group("gloo" if device.type == "cpu" else None, device_id=device.index)
+    # dist: with None torch chooses by the device: NCCL for CUDA.
+    backend = "gloo" if device.type == "cpu" else None
+    timeout = launch.group_timeout(args.timeout)
+    # dist: all processes wait here for each other.
+    dist.init_process_group(backend, timeout=timeout, device_id=device.index)
     # dist: over all machines.
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     launch.check_world_size(world_size)
-    train, val = load_data(args, device, rank, world_size)
-    # dist: else machines with different files would train on them in silence.
-    require_same((train.dataset, val.dataset), dist.all_reduce, device)
+    return device, rank, world_size
+
+
+def build(args, classes, device, world_size):
+    """Return the model, its optimizer, and lines for the log."""
     networks.check(args, device)
-    torch.manual_seed(args.seed)
-    model = networks.build(args.model, args.image_size, train.dataset.classes).to(device)
+    model = networks.build(args.model, args.image_size, classes).to(device)
     if args.sync_bn:
         # dist: statistics of the global batch.
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    loaded = checkpoint.init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args.init_from, model, args.init_partial)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
         devices.compile_model(model, cuda_graphs=args.accumulate == 1)
-    # dist: the global batch is world_size times larger.
-    lr = args.lr * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
     # fsdp: it refuses NHWC weights; the images stay NHWC.
     model.to(memory_format=torch.contiguous_format)
     # fsdp: else it takes the GPU, also with --device cpu.
@@ -340,7 +275,7 @@ def main():
     root_policy = policy
     if args.param_dtype == "bf16":
         # fsdp: a CPU without 16-bit units computes right, but slowly.
-        loaded += devices.warn_if_slow(device, torch.bfloat16)
+        lines += devices.warn_if_slow(device, torch.bfloat16)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         # fsdp: logits in fp32, for the loss.
         root_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -348,24 +283,94 @@ def main():
         if norms:
             # fsdp: BatchNorm stays fp32, like its running statistics.
             fully_shard(norms, mesh=mesh)
-    for block in sharded.blocks(model):
+    for block in blocks(model):
         # fsdp: each is gathered when forward and backward reach it, and then freed.
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
     # fsdp: before the optimizer, which then has a share of each weight.
     fully_shard(model, mesh=mesh, mp_policy=root_policy)
-    # The schedule multiplies the rate of each of its parameter groups.
+    # dist: the global batch is world_size times larger.
+    factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
+    peak_lr = args.lr * factor
     # fsdp: foreach, as fused SGD takes no shards.
     optimizer = torch.optim.SGD(
-        networks.decay_groups(model, args.weight_decay), lr, args.momentum, foreach=True
+        networks.decay_groups(model, args.weight_decay), peak_lr, args.momentum, foreach=True
     )
-    batch = f"batch {train.sampler.batch_size // args.accumulate} per process"
+    return model, optimizer, lines
+
+
+def main():
+    args = parse_args()
+    device, rank, world_size = connect(args)
+    train, val = load_data(args, device, rank, world_size)
+    # dist: else machines with different files would train on them in silence.
+    require_same((train.dataset, val.dataset), dist.all_reduce, device)
+    torch.manual_seed(args.seed)
+    model, optimizer, lines = build(args, train.dataset.classes, device, world_size)
+    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
+    # From --lr up to the rate of each parameter group, and then down to 0.
+    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    sums = Sums(device, "loss", "correct", "correct5", "images")
+    best = Best()
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    state = {
+        # fsdp: whole in the checkpoint, so that any recipe can load it.
+        "model": shards.Model(model),
+        "optimizer": shards.Optimizer(optimizer),
+        "position": position,
+        "sums": sums,
+        "best": best,
+    }
+    if args.evaluate:
+        # Only the weights count, of whatever run.
+        state = {"model": state["model"], "position": position}
+    lines.append(jpegs.origin(train.dataset, val.dataset))
     if args.accumulate > 1:
-        batch += f" x {args.accumulate} accumulated"
-    batch += f", {train.sampler.global_batch} global"
-    place = f"world size {world_size} | {devices.describe(device)}"
-    setup = f"{args.dataset}: FSDP, torchrun | {place} | {batch} | lr {lr:g}"
-    setup += f"\n{jpegs.origin(train.dataset, val.dataset)}"
-    fit(args, device, train, val, model, optimizer, lr, [setup, *loaded], rank, world_size)
+        batch_size = train.sampler.batch_size // args.accumulate
+        lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")
+    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    run = Run(
+        args,
+        state,
+        device,
+        strategy="FSDP, torchrun",
+        lr=rates.peak,
+        unit="images",
+        lines=lines,
+        only_weights=args.evaluate,
+        # dist: only rank 0 prints and writes; else all ranks write the same files at once.
+        rank=rank,
+        world_size=world_size,
+        # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
+        all_reduce=dist.all_reduce,
+        # fsdp: from a file, or from shards.
+        read=shards.read,
+    )
+    if args.sharded_checkpoint:
+        # fsdp: each rank saves its share, instead of rank 0 all that it gathers.
+        run.save_shards = functools.partial(shards.save, model, optimizer, position)
+    if args.evaluate:
+        result = evaluate(args, model, val, device, run.watchdog)
+        run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        return
+    step = make_step(args, model, optimizer, sums)
+    while not position.over:
+        model.train()
+        train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)
+        # Before the evaluation, which may take long.
+        run.save()
+        if run.stop.agreed:
+            run.leave()
+            break
+        val_result = evaluate(args, model, val, device, run.watchdog)
+        # If the epoch is over, the next one begins.
+        position.record_evaluation()
+        sums.reset()
+        line = f"{text(train_result)} | val {text(val_result)}"
+        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
+        is_best = best.update(val_result["accuracy"])
+        run.save(is_best)
+        if args.dry_run:
+            break
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import folders
 from common import devices, flags
 from common.data import EpochSampler, Seeded, TensorLoader
 from common.errors import InputError
-from common.workers import data_loader
+from common.process.workers import data_loader
 from images import data
 
 # uint8 images [batch, 3, size, size] as floats; the mean and deviation of the training images.

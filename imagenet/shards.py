@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, sharded
+from common import checkpoint, fsdp
 from common.errors import RunError
 from common.position import Position
 
@@ -28,7 +28,7 @@ class Shard(NamedTuple):
     name: str
 
 
-class Model(sharded.WholeModel):
+class Model(fsdp.WholeModel):
     """The state of a sharded model, which can also load shards."""
 
     def load_state_dict(self, state: dict) -> None:
@@ -39,7 +39,7 @@ class Model(sharded.WholeModel):
             super().load_state_dict(state)
 
 
-class Optimizer(sharded.WholeOptimizer):
+class Optimizer(fsdp.WholeOptimizer):
     """The state of the optimizer of a sharded model, which can also load shards."""
 
     def load_state_dict(self, state: dict) -> None:
@@ -71,7 +71,7 @@ def filled(values: dict, weights: dict) -> dict:
     }
 
 
-def save(folder: Path, model, optimizer, position: Position) -> dict:
+def save(model, optimizer, position: Position, folder: Path) -> dict:
     """Write the shares of all ranks to a new folder in rank 0's `folder`.
 
     Returns what the checkpoint holds instead of model and optimizer. Raises RunError.
@@ -112,7 +112,7 @@ def save(folder: Path, model, optimizer, position: Position) -> dict:
         files |= each
     return {
         "model": weights,
-        "optimizer": {"state": kept, "param_groups": sharded.as_whole(state["param_groups"])},
+        "optimizer": {"state": kept, "param_groups": fsdp.as_whole(state["param_groups"])},
         "shards": {"folder": to.name, "files": files},
     }
 

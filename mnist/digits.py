@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch.utils.data import TensorDataset
 
-from common.download import download
 from images import data, models
+from images.download import download
 
 FILES = [
     "MNIST/raw/train-images-idx3-ubyte",

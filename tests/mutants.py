@@ -54,8 +54,8 @@ class Mutant:
 
 WRAPPER = "    model = DistributedDataParallel(model, gradient_as_bucket_view=True)\n"
 NO_WRAPPER = "    object.__setattr__(model, 'module', model)\n"
-SET_EPOCH = "train.sampler.set_epoch(position.epoch, position.samples)"
-SAME_ORDER = "train.sampler.set_epoch(0, position.samples)"
+SET_EPOCH = "train.sampler.set_epoch(position.epoch, "
+SAME_ORDER = "train.sampler.set_epoch(0, "
 VAL_SHARE = "range(rank, len(val_set), world_size)"
 HOROVOD_OPTIMIZER = """\
     optimizer = hvd.DistributedOptimizer(
@@ -68,7 +68,7 @@ HOROVOD_OPTIMIZER = """\
 POLICY = "    policy = MixedPrecisionPolicy()\n"
 
 SAMPLER = "tests/common/test_data.py::test_sampler_position"
-WATCHDOG = "tests/common/test_watchdog.py::test_a_process_that_hangs_ends_with_its_stack"
+WATCHDOG = "tests/common/process/test_watchdog.py::test_a_process_that_hangs_ends_with_its_stack"
 CHECKPOINT = "tests/common/test_checkpoint.py::"
 PARITY = "tests/recipes/test_parity.py::test_parity"
 EVALUATION = "tests/recipes/test_parity.py::test_exact_evaluation"
@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant(
         "ddp_launch without the scaled rate",
         "mnist/ddp_launch.py",
-        {" * schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)": ""},
+        {"peak_lr = args.lr * factor": "peak_lr = args.lr"},
         f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         "ddp_launch with gradients that are not zeroed",
         "mnist/ddp_launch.py",
-        {"            optimizer.zero_grad()\n": ""},
+        {"        optimizer.zero_grad()\n": ""},
         f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
@@ -127,7 +127,7 @@ MUTANTS = [
         "mnist/fsdp.py",
         {
             POLICY: f"    whole = list(model.parameters())\n{POLICY}",
-            "        model.parameters(), lr, args.momentum": "        whole, lr, args.momentum",
+            "        model.parameters(), peak_lr": "        whole, peak_lr",
         },
         f"{PARITY}[mnist fsdp 2]",
     ),
@@ -182,8 +182,8 @@ MUTANTS = [
         "ddp_launch without the sum of training",
         "mnist/ddp_launch.py",
         {
-            "        # dist: over all ranks.\n        total = sums.total(dist.all_reduce, ": (
-                "        total = sums.total("
+            "    return averages(sums.total(run.stop.carried_by(dist.all_reduce)))": (
+                "    return averages(sums.total())"
             )
         },
         f"{EVALUATION}[ddp_launch]",
@@ -258,8 +258,20 @@ MUTANTS = [
     Mutant(
         "a sampler that ignores where the epoch goes on",
         "common/data.py",
-        {"order[self.start :]": "order[0:]"},
+        {"order[self.start : end]": "order[: end - self.start]"},
         SAMPLER,
+    ),
+    Mutant(
+        "a sampler that goes on behind an evaluation",
+        "common/data.py",
+        {"order[self.start : end]": "order[self.start :]"},
+        "tests/common/test_data.py::test_an_epoch_up_to_a_step",
+    ),
+    Mutant(
+        "a run that goes on without its last evaluation",
+        "common/position.py",
+        {"            return self.steps == self.evaluated_at\n": "            return True\n"},
+        "tests/common/test_position.py::test_a_run_that_was_saved_right_before_its_last_evaluation",
     ),
     Mutant(
         "the same dropout in each step",
@@ -304,67 +316,95 @@ MUTANTS = [
     Mutant(
         "previous.pt is not kept",
         "common/checkpoint.py",
-        {"            keep_previous(folder)\n": "            pass\n"},
+        {'            link_or_copy(last, folder / "previous.pt")\n': "            pass\n"},
         f"{CHECKPOINT}test_what_stays",
+    ),
+    Mutant(
+        "best.pt is written over through its second name",
+        "common/files.py",
+        {
+            '    partial.unlink(missing_ok=True)\n    try:\n        with open(partial, "xb")': (
+                '    try:\n        with open(partial, "wb")'
+            )
+        },
+        f"{CHECKPOINT}test_crash_between_any_two_steps",
+    ),
+    Mutant(
+        "ranks that do not wait for a save",
+        "common/run.py",
+        {"        if self.all_reduce:\n": "        if False:\n"},
+        "tests/common/test_run.py::test_a_save_may_take_longer_than_a_step",
     ),
     Mutant(
         "two jobs in one folder",
         "common/lease.py",
-        {"            acquire_or_raise(lease)\n": ""},
+        {"        acquire_or_raise(lease)\n": ""},
         "tests/common/test_lease.py::test_a_folder_in_use_is_refused",
     ),
     # How a run ends.
     Mutant(
         "a watchdog that does not end the process",
-        "common/watchdog.py",
+        "common/process/watchdog.py",
         {"exit=True": "exit=False"},
         f"{WATCHDOG}[a step]",
     ),
     Mutant(
         "a watchdog that waits for the first batch",
-        "common/watchdog.py",
+        "common/process/watchdog.py",
         {"        self.waited = 0.0\n        self.arm()\n": "        self.waited = 0.0\n"},
         f"{WATCHDOG}[the first batch]",
     ),
     Mutant(
         "a watchdog that ends with the first save",
-        "common/watchdog.py",
+        "common/process/watchdog.py",
         {"if self.armed_at is None or given": "if self.armed_at and given"},
         f"{WATCHDOG}[a step after a save]",
     ),
     Mutant(
+        "a rank that stops alone",
+        "common/process/signals.py",
+        {"self.agreed = both[-1].item() > 0": "self.agreed = self.requested"},
+        "tests/common/process/test_signals.py::test_all_ranks_agree_to_stop_if_one_was_asked",
+    ),
+    Mutant(
+        "a run that goes on with a loss that is not finite",
+        "common/metrics.py",
+        {"if not part.isfinite().all():": "if False:"},
+        "tests/common/test_metrics.py::test_one_value_that_is_not_finite",
+    ),
+    Mutant(
         "a second SIGTERM ends a run that is saved",
-        "common/launch.py",
+        "common/process/launch.py",
         {"for number in (signal.SIGTERM, ": "for number in ("},
         "tests/recipes/test_signals.py::test_more_signals_until_it_has_ended[single]",
     ),
     Mutant(
         "a rank that ends with Python's destructors",
-        "common/launch.py",
+        "common/process/launch.py",
         {"        end_rank()\n": "        pass\n"},
         "tests/recipes/test_launch.py::test_a_rank_ends_without_destructors",
     ),
     Mutant(
         "SIGTERM before the first step is only noted",
-        "common/stop.py",
+        "common/process/signals.py",
         {"self.listening = False\n": "self.listening = False\n        self.listen()\n"},
         f"{STOPPED}[torchrun]",
     ),
     Mutant(
         "a fork acts on signals through its parent",
-        "common/signals.py",
+        "common/process/signals.py",
         {"start_thread(os.getpid())": "start_thread(0)"},
-        "tests/common/test_signals.py::test_a_fork_acts_itself",
+        "tests/common/process/test_signals.py::test_a_fork_acts_itself",
     ),
     Mutant(
         "SIGTERM ends loader workers",
-        "common/workers.py",
+        "common/process/workers.py",
         {"    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n": ""},
         "tests/recipes/test_faults.py::test_sigterm_to_loader_workers",
     ),
     Mutant(
         "ranks that outlive their launcher",
-        "common/parent.py",
+        "common/process/parent.py",
         {"    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n": ""},
         f"{KILLED}_they_start[torchrun]",
     ),
@@ -373,8 +413,8 @@ MUTANTS = [
         "labels on the CPU",
         "common/data.py",
         {
-            "[tensor.to(device) for tensor in dataset[whole]]": (
-                "[dataset[whole][0].to(device), dataset[whole][1]]"
+            "[tensor.to(device) for tensor in all_samples]": (
+                "[all_samples[0].to(device), all_samples[1]]"
             )
         },
         f"{COSTS}[mnist/single.py]",

@@ -1,6 +1,7 @@
 """A checkpoint is whole or absent, and a file that differs from what was saved is never loaded."""
 
 import builtins
+import errno
 import io
 import multiprocessing
 import os
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from launch import random_seed
 
 from common import checkpoint
+from common.data import EpochSampler
 from common.errors import InputError
+from common.flags import MAY_CHANGE
 from common.metrics import Sums
 from common.position import Position
 
@@ -38,6 +41,10 @@ CONFIG = {"lr": 0.1, "weight_decay": None}
 def save(folder, epoch, weights=None, best=False):
     state = {"position": {"epoch": epoch}, "model": weights or MODEL.state_dict()}
     checkpoint.save(folder, state, CONFIG, best)
+
+
+def position_of_a_run():
+    return Position(EpochSampler(100, 7), epochs=5)
 
 
 def epoch_of(saved):
@@ -125,10 +132,14 @@ def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
     """At each file-system call of a save of last.pt and best.pt in turn, after `earlier` saves.
 
     The newest checkpoint is good; if there is none yet, nothing prevents a run from starting.
+    best.pt is good, too, and as new as last.pt; the next save does not change it, although a crash
+    can leave a partial file that is another name of it.
     """
+    two_names = False
     for number in range(1, 30):
         folder = tmp_path / str(number)
         folder.mkdir()
+        last, best, partial = folder / "last.pt", folder / "best.pt", folder / ".last.pt.partial"
         for epoch in range(earlier):
             save(folder, epoch, best=True)
         patches = crash_at(number, monkeypatch)
@@ -142,15 +153,22 @@ def test_crash_between_any_two_steps(earlier, tmp_path, monkeypatch):
         found = checkpoint.find("auto", folder)
         assert not found.damaged
         if earlier:
-            assert found.path == folder / "last.pt", "it is never absent"
+            assert found.path == last, "it is never absent"
         if found.path or not crashed or earlier:
             expected = (earlier - 1, earlier) if crashed else (earlier,)
             assert epoch_of(found.saved) in expected
+        if last.exists():
+            assert epoch_of(checkpoint.read(best)[0]) in (epoch_of(found.saved), earlier)
+        if partial.exists() and best.exists():
+            two_names = two_names or partial.samefile(best)
+        before = best.read_bytes() if best.exists() else None
         save(folder, 9)  # the resumed run
         assert epoch_of(checkpoint.find("auto", folder).saved) == 9
+        assert (best.read_bytes() if best.exists() else None) == before
         assert not list(folder.glob(".last*"))
         if not crashed:
             assert number > 8
+            assert two_names
             return
     pytest.fail("it never finished")
 
@@ -258,10 +276,19 @@ def test_pickle_that_runs_code(folder, tmp_path):
     assert (tmp_path / "canary").exists(), "without weights_only it runs"
 
 
-def test_what_stays(tmp_path):
-    """The two newest, and that of the best epoch."""
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_what_stays(hard_links, tmp_path, monkeypatch):
+    """The two newest, and that of the best epoch, also where the file system has no hard links."""
+
+    def refuses(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", refuses)
     for epoch in range(1, 7):
         save(tmp_path, epoch, best=epoch in (1, 3))
+        if epoch in (1, 3):
+            assert (tmp_path / "best.pt").samefile(tmp_path / "last.pt") == hard_links
     assert {path.name: epoch_of(checkpoint.read(path)[0]) for path in tmp_path.iterdir()} == {
         "last.pt": 6,
         "previous.pt": 5,
@@ -318,7 +345,7 @@ def test_fuzz(edits, tmp_path_factory):
 def test_fuzz_of_the_content(values):
     """Any values in place of a part of a checkpoint: refused, or of the right type for this run."""
     model = torch.nn.Linear(3, 2)
-    position, sums = Position(), Sums(torch.device("cpu"), "loss")
+    position, sums = position_of_a_run(), Sums(torch.device("cpu"), "loss")
     state = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
@@ -331,7 +358,7 @@ def test_fuzz_of_the_content(values):
         saved = {**good, key: values}
         try:
             checkpoint.check_format(saved)
-            checkpoint.check_config(saved["config"], CONFIG, checkpoint.MAY_DIFFER)
+            checkpoint.check_config(saved["config"], CONFIG, MAY_CHANGE)
             checkpoint.load(saved, state)
             assert (type(position.epoch), type(position.samples)) == (int, int)
         except InputError as error:
@@ -339,49 +366,33 @@ def test_fuzz_of_the_content(values):
 
 
 def state_of(model):
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1, 0.9)}
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1, 0.9),
+        "position": position_of_a_run(),
+    }
+
+
+def save_state(folder, state, config):
+    """Save these objects, as run.Run does."""
+    parts = {name: part.state_dict() for name, part in state.items()}
+    checkpoint.save(folder, parts, config)
 
 
 def test_a_checkpoint_is_loaded_and_compared_flag_by_flag(tmp_path):
-    model, position = torch.nn.Linear(2, 2), Position()
-    position.advance(7)
-    config = {"hidden": 64, "lr": 0.1}
-    checkpoint.save(tmp_path, state_of(model) | {"position": position}, config)
-    other, there = torch.nn.Linear(2, 2), Position()
-    state = state_of(other) | {"position": there}
-    found = checkpoint.resume("auto", tmp_path, state, {"hidden": 64, "lr": 0.2, "new": 1})
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    state, there = state_of(model), state_of(other)
+    state["position"].advance()
+    save_state(tmp_path, state, {"hidden": 64, "lr": 0.1})
+    config = {"hidden": 64, "lr": 0.2, "new": 1}
+    found = checkpoint.resume("auto", tmp_path, there, config, MAY_CHANGE)
     assert found.path == tmp_path / "last.pt"
     assert torch.equal(model.weight, other.weight)
-    assert there.samples == 7
+    assert there["position"].samples == 7
     with pytest.raises(InputError, match=r"hidden 64 \(and this run 32\)"):
-        checkpoint.resume("auto", tmp_path, state, {"hidden": 32})
-
-
-@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint", "wrapped"])
-def test_init_from(kind, tmp_path):
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    path = tmp_path / {"safetensors": "w.safetensors", "checkpoint": "last.pt"}.get(kind, "w.pt")
-    if kind == "safetensors":
-        save_file = pytest.importorskip("safetensors.torch").save_file
-        save_file(model.state_dict(), path)
-    elif kind == "checkpoint":
-        checkpoint.save(tmp_path, state_of(model), {})
-    elif kind == "wrapped":
-        torch.save({f"module.{name}": w for name, w in model.state_dict().items()}, path)
-    else:
-        torch.save(model.state_dict(), path)
-    (line,) = checkpoint.init_from(str(path), other)
-    assert "2 of 2 loaded" in line
-    assert torch.equal(model.weight, other.weight)
-
-
-def test_init_from_names_what_does_not_fit(tmp_path):
-    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
-    other = torch.nn.Linear(4, 2)
-    with pytest.raises(InputError, match=r"weight \(\[2, 3\] in the file\)"):
-        checkpoint.init_from(str(tmp_path / "w.pt"), other)
-    (line,) = checkpoint.init_from(str(tmp_path / "w.pt"), other, partial=True)
-    assert "1 of 2 loaded; left out: weight" in line
+        checkpoint.resume("auto", tmp_path, there, {"hidden": 32}, MAY_CHANGE)
+    with pytest.raises(InputError, match=r"lr 0.1 \(and this run 0.2\)"):
+        checkpoint.resume("auto", tmp_path, there, config)
 
 
 def test_resume_auto_looks_only_for_its_own_files(tmp_path):
@@ -390,18 +401,20 @@ def test_resume_auto_looks_only_for_its_own_files(tmp_path):
     model = torch.nn.Linear(2, 2)
     found = checkpoint.resume("auto", tmp_path, state_of(model), {})
     assert found.path is None
-    checkpoint.claim(tmp_path, tmp_path, found)
+    checkpoint.claim(tmp_path, found)
 
 
 def test_an_older_checkpoint_goes_on_in_a_new_folder(tmp_path):
     """In its own it would overwrite a newer one, and the message says so."""
-    (tmp_path / "old").mkdir()
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
     model = torch.nn.Linear(2, 2)
     for _ in range(2):
-        checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
-    found = checkpoint.resume(str(tmp_path / "old" / "previous.pt"), None, state_of(model), {})
+        save_state(old, state_of(model), {})
+    found = checkpoint.resume(str(old / "previous.pt"), None, state_of(model), {})
     model.weight.data += 1
-    checkpoint.save(tmp_path / "old", state_of(model) | {"position": Position()}, {})
+    save_state(old, state_of(model), {})
     with pytest.raises(InputError, match="choose another --log-dir"):
-        checkpoint.claim(tmp_path / "old", tmp_path / "old", found)
-    checkpoint.claim(tmp_path / "new", tmp_path / "new", found)
+        checkpoint.claim(old, found)
+    checkpoint.claim(new, found)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 
 from common.data import EpochSampler, Seeded, TensorLoader, to_device
 from common.errors import InputError
-from common.workers import data_loader
+from common.process.workers import data_loader
 
 pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
@@ -77,6 +77,22 @@ def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, 
     assert len(set(used)) == len(used)
     assert length - len(used) < batch * world_size
     assert used == list(samplers(length, 1, seed, 1, epoch)[0])[: len(used)]
+
+
+@given(**shapes, seed=seeds, data=st.data())
+def test_an_epoch_up_to_a_step(batch, world_size, extra, seed, data):
+    """Two parts of an epoch, of which the first has so many steps, are together the whole."""
+    length = batch * world_size + extra
+    ranks = samplers(length, batch, seed, world_size, epoch=2)
+    whole = steps(ranks, batch)
+    first = data.draw(st.integers(0, len(whole)))
+    parts = []
+    for start, many in ((0, first), (first, len(whole) - first)):
+        for sampler in ranks:
+            sampler.set_epoch(2, start * batch * world_size, many)
+        assert {len(sampler) for sampler in ranks} == {many * batch}
+        parts += steps(ranks, batch)
+    assert parts == whole
 
 
 def test_epochs_and_seeds_differ():

@@ -8,7 +8,7 @@ import signal
 import pytest
 from forked import compute
 from launch import Job, need, run
-from recipes import ROOT, STEP, changed_copy
+from recipes import ROOT, changed_copy
 
 from common import lease
 
@@ -19,8 +19,9 @@ ENDLESS = "--epochs 100000"
 
 def slow(to):
     """The command for an endless run. A step takes 0.1 s, and leaves the cores to other tests."""
-    pause = "            __import__('time').sleep(0.1)\n"
-    copy = changed_copy(to, "mnist/single.py", STEP, pause + STEP)
+    step = "        position.advance()\n"
+    pause = "        __import__('time').sleep(0.1)\n"
+    copy = changed_copy(to, "mnist/single.py", step, step + pause)
     return f"python {copy}/single.py {FLAGS} {ENDLESS}"
 
 
@@ -36,12 +37,12 @@ def running(tmp_path_factory):
     job.finish()
 
 
-@pytest.mark.parametrize("start", [SINGLE, f"{SINGLE} --resume auto --checkpoint-dir other"])
+@pytest.mark.parametrize("start", [SINGLE, f"{SINGLE} --resume auto"])
 def test_a_folder_in_use_is_refused(start, running):
     said = compute(start, running.folder, status=2)
     assert re.fullmatch(
-        rf"single.py: {running.folder}/log is in use by process {running.process.pid} on \S+: "
-        r"wait for its end, or choose another --log-dir \(and --checkpoint-dir\)\n",
+        rf"single.py: log is in use by process {running.process.pid} on \S+: "
+        r"wait for its end, or choose another --log-dir\n",
         said,
     )
     at = running.output().count("epoch")
@@ -52,7 +53,9 @@ def test_one_line_of_several_ranks(running):
     """The ranks that wait for rank 0 print no traceback."""
     torchrun = f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {FLAGS}"
     said = run(f"{torchrun} --resume auto", running.folder, status=1)
-    assert said.count("is in use by process") == 1
+    assert said.count("ddp_launch.py: log is in use by process") == 1
+    assert said.count("traceback : log is in use by process") == 1, "torchrun's last lines"
+    assert said.count("is in use by process") == 2
     assert "[rank1]: Traceback" not in said
 
 

@@ -13,10 +13,12 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
     script.write_text(
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from pathlib import Path\n"
+        "from common.data import EpochSampler\n"
         "from common.log import Log\n"
         "from common.position import Position\n"
         "folder = Path('disk')\n"
-        "log, position = Log(folder), Position()\n"
+        "position = Position(EpochSampler(100, 1), epochs=1)\n"
+        "log = Log(folder, position)\n"
         "for step in range(60):\n"
         "    if step == 20:\n"
         "        filler = open('disk/filler', 'wb', buffering=0)\n"
@@ -25,8 +27,8 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
         "        except OSError: pass\n"
         "    if step == 40:\n"
         "        os.unlink('disk/filler'); filler.close()\n"
-        "    position.advance(1)\n"
-        "    log.write(position, 'step', {'train/loss': 0.5, 'note': 'x' * 300})\n"
+        "    position.advance()\n"
+        "    log.write('step', {'train/loss': 0.5, 'note': 'x' * 300})\n"
     )
     said = run(on_small_disk("python script.py", tmp_path, "600k", "disk"), tmp_path)
     assert said.count("warning: no results are written") == 1

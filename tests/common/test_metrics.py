@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RunError
-from common.metrics import Best, Sums, require_finite
+from common.metrics import Best, Sums
 
 pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
@@ -60,15 +60,15 @@ def test_sums_are_those_of_all_samples(ranks, before):
 def test_sums_of_any_shape_go_on_after_a_resume():
     sums = Sums(CPU, "loss", "count", confusion=(2, 2))
     sums.add(loss=torch.tensor(1.5), count=3, confusion=torch.tensor([[1, 0], [2, 4]]))
-    total = sums.total(lambda values: values.mul_(2), stop=True)
-    assert (total["loss"], total["count"], total["stop"]) == (3, 6, 2)
+    total = sums.total(lambda values: values.mul_(2))
+    assert (total["loss"], total["count"]) == (3, 6)
     assert total["confusion"].tolist() == [[2, 0], [4, 8]]
     resumed = Sums(CPU, "loss", "count", confusion=(2, 2))
     resumed.load_state_dict(sums.state_dict())
     resumed.add(loss=1, count=1)
     # What was summed before the resume is that of all ranks: it is not multiplied by them.
     total = resumed.total(lambda values: values.mul_(2))
-    assert (total["loss"], total["count"], total["stop"]) == (5, 8, 0)
+    assert (total["loss"], total["count"]) == (5, 8)
     assert total["confusion"].tolist() == [[2, 0], [4, 8]]
 
 
@@ -76,14 +76,23 @@ def test_best_is_the_highest_or_the_lowest():
     highest, lowest = Best(), Best(lowest=True)
     assert [highest.update(value) for value in (0.1, 0.3, 0.2)] == [True, True, False]
     assert [lowest.update(value) for value in (0.3, 0.1, 0.2)] == [True, True, False]
+    # Such as an F1 of 0 / 0.
+    undefined = Best()
+    assert [undefined.update(value) for value in (math.nan, 0.1)] == [False, True]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_loss_that_is_not_finite(bad):
-    """The sum shows it, whatever batch it was in."""
-    sums = Sums(CPU, "loss")
-    for loss in (1.0, bad, 1.0):
-        sums.add(loss=torch.tensor(loss))
-    with pytest.raises(RunError, match="not finite"):
-        require_finite(sums.total()["loss"])
-    require_finite(1.0)
+@pytest.mark.parametrize("name", ["loss", "confusion"])
+def test_one_value_that_is_not_finite(name, bad):
+    """The sum shows it, whatever batch and rank it was in, and the error names it."""
+    sums = Sums(CPU, "loss", "samples", confusion=(2, 2))
+    for value in (1.0, bad, 1.0):
+        sums.add(samples=3, **{name: torch.tensor(value)})
+    sent = []
+    with pytest.raises(RunError, match=f"the {name} is not finite"):
+        sums.total(sent.append)
+    good = Sums(CPU, "loss", "samples", confusion=(2, 2))
+    good.add(loss=1.0, samples=3)
+    assert good.total()["loss"] == 1
+    with pytest.raises(RunError, match=f"the {name} is not finite"):
+        good.total(lambda values: values.add_(sent[0]))

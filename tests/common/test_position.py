@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from common.data import EpochSampler
 from common.position import Position, seed_step
 
 pytestmark = pytest.mark.check
@@ -10,21 +13,105 @@ CPU = torch.device("cpu")
 
 
 def test_evaluation_is_due_once():
-    position = Position()
-    for _ in range(4):
-        assert not position.evaluation_due(4, None)
-        position.advance(8)
-    assert position.evaluation_due(4, None)
-    position.end_interval(epoch_over=False)
-    assert not position.evaluation_due(4, None)
+    position = Position(EpochSampler(100, 8), epochs=1, eval_every=4)
+    assert position.steps_to_evaluation == 4
+    for left in (3, 2, 1, 0):
+        position.advance()
+        assert position.steps_to_evaluation == left
+    position.record_evaluation()
+    assert position.steps_to_evaluation == 4
     assert (position.epoch, position.samples) == (0, 32)
+
+
+def train(position, ends, evaluated, stop_at=None):
+    """Train as a recipe does: to the end, or to a save after `stop_at` steps.
+
+    Append the steps after which an epoch ended to `ends`, those with an evaluation to `evaluated`.
+    """
+    while not position.over:
+        left = position.steps_left
+        steps = position.steps_to_evaluation
+        assert 0 <= steps <= left
+        for number in range(1, steps + 1):
+            position.advance()
+            assert position.samples <= position.sampler.length
+            assert position.steps_left == left - number
+            if position.steps == stop_at:
+                return
+        if position.samples + position.sampler.global_batch > position.sampler.length:
+            ends.append(position.steps)
+        assert position.steps not in evaluated
+        evaluated.append(position.steps)
+        position.record_evaluation()
+
+
+@given(
+    length=st.integers(100, 300),
+    first=st.tuples(st.integers(1, 12), st.integers(1, 8)),
+    resumes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8), st.floats(0, 1)), max_size=3),
+    epochs=st.integers(1, 3),
+    max_steps=st.none() | st.integers(1, 60),
+    eval_every=st.none() | st.integers(1, 30),
+)
+def test_a_run_in_pieces(length, first, resumes, epochs, max_steps, eval_every):
+    """Each piece on other processes with another batch, after a save at any step.
+
+    The run has its length, and each evaluation that is due comes once, also where the save was
+    right before it.
+    """
+    ends, evaluated = [], []
+    batch, world_size = first
+    sampler = EpochSampler(length, batch, 0, world_size)
+    position = Position(sampler, epochs, max_steps, eval_every)
+    if not resumes:
+        steps_per_epoch = length // (batch * world_size)
+        assert position.steps_left == (max_steps or epochs * steps_per_epoch)
+    for batch, world_size, share in resumes:
+        # With a share of 1 after the last step, right before the last evaluation.
+        more = 1 + int(share * (position.steps_left - 1))
+        train(position, ends, evaluated, stop_at=position.steps + more)
+        saved = position.state_dict()
+        sampler = EpochSampler(length, batch, 0, world_size)
+        position = Position(sampler, epochs, max_steps, eval_every)
+        position.load_state_dict(saved)
+        assert position.steps == saved["steps"]
+        if position.epoch > saved["epoch"]:
+            # The rest of the epoch fills no batch, and was evaluated.
+            ends.append(position.steps)
+    left = 0 if position.over else position.steps_left
+    before = position.steps
+    train(position, ends, evaluated)
+    assert position.steps - before == left
+    if max_steps is not None:
+        assert position.steps == max_steps
+    else:
+        assert position.epoch == epochs
+    due = {*ends, position.steps}
+    if eval_every is not None:
+        due |= set(range(eval_every, position.steps + 1, eval_every))
+    assert evaluated == sorted(due)
+
+
+@pytest.mark.parametrize("length", [{"epochs": 1}, {"epochs": 5, "max_steps": 2}])
+def test_a_run_that_was_saved_right_before_its_last_evaluation(length):
+    """It was killed in the evaluation: that comes, and no step before it."""
+    sampler = EpochSampler(100, 50)
+    position = Position(sampler, **length)
+    for _ in range(2):
+        position.advance()
+    resumed = Position(sampler, **length)
+    resumed.load_state_dict(position.state_dict())
+    assert not resumed.over
+    assert (resumed.steps_to_evaluation, resumed.steps_left) == (0, 0)
+    resumed.record_evaluation()
+    assert resumed.over
 
 
 def test_random_state_is_a_function_of_position_and_rank():
     """For dropout: each step and rank draws anew, and a resumed run draws what it would have."""
 
     def drawn(epoch, samples, rank):
-        position = Position()
+        position = Position(EpochSampler(1000, 64), epochs=5)
         position.epoch, position.samples = epoch, samples
         seed_step(0, position, CPU, rank)
         return torch.rand(1).item()

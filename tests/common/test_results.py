@@ -5,13 +5,14 @@ import json
 import pytest
 
 from common import results
+from common.data import EpochSampler
 from common.position import Position
 
 
 @pytest.mark.parametrize("line", [b'{"step": 10, "ep\0\xff\xfe', b'{"note": "mine"}\n', b"[1]\n"])
 def test_lines_of_others_in_the_results(line, tmp_path):
     """A run that goes on drops them, and keeps its own."""
-    position = Position()
+    position = Position(EpochSampler(100, 7), epochs=5)
     position.steps = 10
     own = [{"step": step, "event": "step"} for step in (5, 10)]
     path = tmp_path / "results.jsonl"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.check
 def test_schedule():
     lr = 0.1 * lr_factor("linear", 4)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)
-    schedule = WarmupCosine(optimizer, epochs=5, warmup_epochs=2, start=0.1 / lr)
+    schedule = WarmupCosine(optimizer, epochs=5, warmup_epochs=2, start_lr=0.1)
     rates = []
     for epochs_done in (0, 1, 2, 3.5, 5, 5.1):
         schedule.set(epochs_done)
@@ -26,7 +26,7 @@ def test_each_group_keeps_its_own_rate():
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     groups = [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": 0.001}]
     optimizer = torch.optim.SGD(groups)
-    rates = WarmupCosine(optimizer, epochs=10, warmup_epochs=2)
+    rates = WarmupCosine(optimizer, epochs=10, warmup_epochs=2, start_lr=0.025)
     for done in (0, 1, 5, 9.5):
         rates.set(done)
         backbone, head = (group["lr"] for group in optimizer.param_groups)

@@ -4,13 +4,10 @@ To make it quick, flags are appended, where they override earlier ones, or envir
 set.
 """
 
-import importlib.util
-import os
 import pickle
 import re
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -20,8 +17,8 @@ import numpy as np
 import pytest
 from cluster import SlurmJob, need_cluster
 from forked import compute
-from launch import Job, free_port, need, need_horovod, run, wait_until
-from recipes import RECIPES, ROOT, commands
+from launch import Job, free_port, need, need_horovod, run
+from recipes import MINIMAL, RECIPES, ROOT, commands
 
 from benchmarks import jpeg_tree
 from cifar10 import cifar
@@ -69,12 +66,6 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 --no-python scripts/pin.sh mnist/ddp_launch.py": (
         "with a smaller script"
     ),
-    # tests/docs/test_docs.py has these
-    "python mnist/single.py --synthetic 1024 -b 32 --lr 0.02 --epochs 1 --device "
-    "cpu": "an example with its figures",
-    "torchrun --standalone --nproc-per-node=8 mnist/ddp_launch.py --synthetic 1024 -b 32 --lr "
-    "0.02 --epochs 1 "
-    "--device cpu": "an example with its figures",
     "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": (
         "it has to be there"
     ),
@@ -85,18 +76,9 @@ ELSEWHERE = {
     # tests/benchmarks/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
-    "python benchmarks/accuracy.py": "hours",
-    "python benchmarks/host_time.py": "a minute",
     # tests/scripts/test_fastest.py has this, in a smaller size
     "python scripts/fastest.py mnist/single.py": "minutes",
-    "python benchmarks/peers.py": "it needs the checkouts of others",
-    "python benchmarks/scaling.py": "minutes",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
-    "python benchmarks/packed_images.py /tmp/many --make 200000": "minutes",
-    "python benchmarks/packed_images.py /tmp/tree": "minutes",
-    "HOROVOD_TIMELINE=/tmp/timeline.json horovodrun --gloo -np 2 python mnist/hvd.py --synthetic "
-    "2560 --epochs 1": "its file is what the next command draws",
-    "python benchmarks/timeline.py /tmp/timeline.json /tmp/timeline.svg": "needs that file",
     # no test has these
     "make test": "it runs this",
     "make check": "it runs a part of this",
@@ -115,7 +97,6 @@ ELSEWHERE = {
 }
 # Flags appended to a script that is not a recipe; add new scripts here
 EXTRA_FLAGS = {
-    "benchmarks/data_path.py": "--repeats 1",
     "benchmarks/jpeg_tree.py": "--images 20",
     "tests/helpers/pretended_gpu.py": "",
 }
@@ -140,9 +121,9 @@ def commands_of(document):
 
 def to_run():
     """{(document, heading): commands} without the exceptions, and each command once."""
-    docstrings = [
-        command for recipe in RECIPES for command in commands(recipe)
-    ]  # test_launch.py runs them
+    # test_launch.py and test_minimal.py run them.
+    files = [*RECIPES, *MINIMAL.glob("*.py")]
+    docstrings = [command for file in files for command in commands(file)]
     found, seen = {}, {*ELSEWHERE, *docstrings}
     for document in DOCUMENTS:
         for heading, command in commands_of(document):
@@ -225,6 +206,8 @@ class Reader:
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
         elif script == "docs/screenshot.py":
             self.screenshot(command)
+        elif script.startswith("minimal/"):
+            assert "epoch 1: accuracy" in self.run(f"{command} --epochs 1 --device cpu")
         elif script.startswith("benchmarks/"):
             self.run(f"{command} {EXTRA_FLAGS[script]}")
         else:
@@ -358,56 +341,3 @@ def test_section(document, heading, tmp_path, request):
         reader.close()
     if missing:
         raise missing
-
-
-TWO = "torchrun --nproc-per-node=2 --no-python true"
-ONE_GOES = (
-    "import os, signal, torch, horovod.torch as hvd",
-    "hvd.init()",
-    "hvd.allreduce(torch.ones(1))",
-    "hvd.rank() and os.kill(os.getpid(), signal.SIGKILL)",
-    "hvd.allreduce(torch.ones(1))",
-)
-INTERRUPTED = "torchrun --no-python sleep 1000"
-# Commands that print the messages in the README's last table
-PRINTS = {
-    f"env -u OMP_NUM_THREADS {TWO}": ["Setting OMP_NUM_THREADS environment variable"],
-    INTERRUPTED: ["SignalException: Process ... got signal: 2"],
-    "env -u OMPI_ALLOW_RUN_AS_ROOT mpirun -np 1 true": [
-        "mpirun has detected an attempt to run as root"
-    ],
-    "mpirun -np 2 --host localhost:1 true": ["There are not enough slots available"],
-    TWO: ["EADDRINUSE", "address already in use"],
-    f"horovodrun --gloo -np 2 python -c '{'; '.join(ONE_GOES)}'": [
-        "Horovod background loop uncaught exception",
-    ],
-    f"python -S {ROOT}/mnist/hvd.py": ["No module named 'horovod'"],  # -S: without any package
-    f"python {ROOT}/mnist/apex_amp.py": ["No module named 'apex'"],
-    # By hand, 41 s of ddp_launch.py --arch resnet18 --compile: ["Grad strides do not match bucket
-    # view strides"]. It needs a GPU: ["CUDA out of memory"]. test_faults.py, whose ranks hang, or
-    # are killed: ["Timeout (0:10:00)!", "another rank has ended"].
-}
-
-
-@pytest.mark.parametrize("command", PRINTS)
-def test_error_texts(command, tmp_path):
-    need("mpirun" not in command or shutil.which("mpirun"), "apt-get install openmpi-bin")
-    need("ROOT" not in command or os.geteuid() == 0, "root, whom mpirun refuses")
-    need(
-        "apex" not in command or not importlib.util.find_spec("apex"), "an environment without Apex"
-    )
-    if "horovodrun" in command:
-        need_horovod("gloo")
-    table = README.read_text().split("## When something goes wrong")[1]
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1] if command == TWO else free_port()
-        job = Job(command, tmp_path, PET_MASTER_PORT=str(port))
-        if command == INTERRUPTED:
-            wait_until(
-                lambda: ["sleep", "1000"] in [words for _, words in job.command_lines()], job
-            )
-            job.signal(signal.SIGINT)
-        job.finish()
-    for text in PRINTS[command]:
-        assert f"`{text}`" in table
-        assert re.search(re.escape(text).replace(r"\.\.\.", ".*"), job.output()), job.output()

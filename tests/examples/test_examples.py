@@ -65,8 +65,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(name, tmp_path):
     compute(f"{command(2, example)} {flags} --log-dir whole", cwd=tmp_path)
     saved = checkpoint(tmp_path / "whole")
     step = saved["position"]["steps"] - 1
-    kill = f"            if position.steps == {step - 1}:\n                import os, signal\n\n"
-    kill += "                os.kill(os.getpid(), signal.SIGKILL)\n"
+    kill = f"        if position.steps == {step}:\n            import os, signal\n\n"
+    kill += "            os.kill(os.getpid(), signal.SIGKILL)\n"
     folder = changed_copy(tmp_path / "copy", f"examples/{name}.py", STEP, kill + STEP)
     compute(f"{command(2, folder / name)}.py {flags} --log-dir part", cwd=tmp_path, status=9)
     assert checkpoint(tmp_path / "part")["position"]["samples"] > 0, "within an epoch"

@@ -18,7 +18,7 @@ from PIL import Image
 from recipes import ROOT, STEP, in_float64
 
 from common.data import EpochSampler, Seeded
-from common.workers import data_loader
+from common.process.workers import data_loader
 from mnist import digits
 
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
@@ -78,10 +78,12 @@ def port(heading, to):
 
 def killed_at(script, step):
     """A copy of a script, of which each rank is killed after so many steps."""
-    kill = f"            if position.steps == {step}:\n                import os\n\n"
-    kill += "                os.kill(os.getpid(), 9)\n"
+    kill = f"        if position.steps == {step}:\n            import os\n\n"
+    kill += "            os.kill(os.getpid(), 9)\n"
     killed = script.with_name(f"killed_at_{step}.py")
-    killed.write_text(script.read_text().replace(STEP, kill + STEP))
+    text = script.read_text()
+    assert text.count(STEP) == 1
+    killed.write_text(text.replace(STEP, kill + STEP))
     return killed
 
 

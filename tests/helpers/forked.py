@@ -88,7 +88,10 @@ def run_script(arguments, cwd, environment, printed):
         torch.multiprocessing.start_processes, start_method="fork"
     )
     sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    # Not the folders of the repository that pytest has added: a copied script must find its own.
+    of_pytest = {str(launch.ROOT), str(launch.ROOT / "imagenet"), str(launch.ROOT / "benchmarks")}
+    beside_script = str(Path(arguments[0]).resolve().parent)
+    sys.path = [beside_script, *(folder for folder in sys.path[1:] if folder not in of_pytest)]
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if "PRETENDED_GPUS" in environment:
         pretended_gpu.run(arguments[0])

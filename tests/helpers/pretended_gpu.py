@@ -121,6 +121,12 @@ class Factories(TorchDispatchMode):
         return operate(func, args, kwargs or {})
 
 
+def indexed(device):
+    """cuda as cuda:0. For a device without its index, C++ would ask CUDA which is the current."""
+    lacks_index = device.type == "cuda" and device.index is None
+    return torch.device("cuda", current) if lacks_index else device
+
+
 class Autocast(TorchFunctionMode):
     """torch.autocast("cuda") for the models of the recipes.
 
@@ -128,6 +134,7 @@ class Autocast(TorchFunctionMode):
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.device, indexed, (args, kwargs))
         if func in (torch.conv2d, F.linear) and torch.is_autocast_enabled("cuda"):
             args = tree_map_only(
                 GpuTensor, lambda tensor: tensor.to(torch.get_autocast_dtype("cuda")), args
@@ -141,7 +148,7 @@ def line():
     """The last line of this repository that led to the present operation."""
     for frame in reversed(traceback.extract_stack()):
         if (
-            re.search(r"/(common|images|mnist|cifar10|imagenet)/[^/]*$", frame.filename)
+            re.search(r"/(common|process|images|mnist|cifar10|imagenet)/[^/]*$", frame.filename)
             and "-packages" not in frame.filename
         ):
             return f"{os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"

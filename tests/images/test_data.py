@@ -5,7 +5,7 @@ import torch
 from torchvision import transforms
 
 from common.data import TensorLoader
-from common.workers import data_loader
+from common.process.workers import data_loader
 from images.data import Normalise, generate
 
 pytestmark = pytest.mark.check

@@ -52,9 +52,9 @@ def good(folder):
 FAULTS = {
     "exit(0)": "__import__('os')._exit(0)",
     "memory limit": "import psutil, resource\n"
-    "                limit = psutil.Process().memory_info().vms + 2**20\n"
-    "                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-    "                images.repeat(10_000, 1, 1, 1)",
+    "            limit = psutil.Process().memory_info().vms + 2**20\n"
+    "            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+    "            images.repeat(10_000, 1, 1, 1)",
     "hangs": "__import__('time').sleep(1000)",
 }
 
@@ -78,10 +78,10 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
         0 if (strategy, fault) == ("ddp_launch", "hangs") else 1280
     )  # the watchdog also sees the first step
     line = (
-        f"            if rank == 1 and (position.epoch, position.samples) == (1, {samples}):\n"
-        f"                {FAULTS[fault]}\n"
+        f"        if rank == 1 and (position.epoch, position.samples) == (1, {samples}):\n"
+        f"            {FAULTS[fault]}\n"
     )
-    copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
+    copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, line + STEP)
     output = fails(
         f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log "
         f"--timeout {30 if fault == 'hangs' else 600}",
@@ -93,7 +93,7 @@ def test_fault_of_one_rank(fault, strategy, tmp_path):
     assert place(good(tmp_path / "log"))[0] == 1
     if fault == "hangs":
         assert "Timeout (0:00:30)!" in output, output
-        assert " in fit" in output, (
+        assert " in train_to_evaluation" in output, (
             output
         )  # ranks that write at once mix their words, not the letters
 
@@ -103,10 +103,10 @@ def test_a_rank_skips_a_collective(tmp_path):
     old = torch.__version__.startswith("2.11.")
     need(not old, "a newer torch: torchfrtrace of 2.11 does not read what ranks of Gloo write")
     line = (
-        "            if rank == 1 and position.steps == 14:\n"
-        "                __import__('time').sleep(1000)\n"
+        "        if rank == 1 and position.steps == 14:\n"
+        "            __import__('time').sleep(1000)\n"
     )
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, STEP + line)
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, line + STEP)
     command = f"{strategies(2, copy)['ddp_launch']} {SHORT} --log-dir log --timeout 30"
     fails(f"TORCH_FR_BUFFER_SIZE=2000 {command}", tmp_path)
     output = run("torchfrtrace --prefix collectives- log", cwd=tmp_path)
@@ -121,10 +121,9 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
     if strategy.startswith("hvd"):
         need_horovod(strategy)
     line = (
-        "            if rank == 1 and position.epoch == 1:\n                "
-        "sums.add(loss=loss.detach() / 0)\n"
+        "        if rank == 1 and position.epoch == 1:\n            sums.add(loss=float('nan'))\n"
     )
-    copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, STEP + line)
+    copy = changed_copy(tmp_path, f"mnist/{RECIPES[strategy]}.py", STEP, line + STEP)
     output = compute(
         f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log", tmp_path, status=1
     )
@@ -135,42 +134,44 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn"])
 def test_disk_full_during_a_save(strategy, tmp_path):
-    """There is room for two checkpoints of 0.5 MB (last, best), and not for a third."""
+    """There is room for two checkpoints of 0.5 MB, and not for a third."""
     command = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}[
         strategy
     ]
-    command += f" {SHORT} --epochs 4 --log-dir log --checkpoint-dir disk"
+    command += f" {SHORT} --epochs 4 --log-dir disk"
     output = fails(on_small_disk(command, tmp_path, "1200k", "disk"), tmp_path)
-    assert output.count("No space left on device") == 1, output
+    assert output.count("cannot save in disk (No space left on device)") == 1, output
     assert "Traceback" not in output
     whole_epochs = len(re.findall(r"^epoch \d/4: ", output, re.MULTILINE))
     assert whole_epochs == 1
-    assert place(good(tmp_path / "copy")) == (0, 2560), "the one before the evaluation"
+    assert place(good(tmp_path / "copy")) == (1, 0), "the one behind the evaluation"
     assert not list((tmp_path / "copy").glob(".*.partial")), "no partial file takes up space"
 
 
 def test_disk_full_for_results(tmp_path):
     """TensorBoard and results.jsonl cannot be written: training goes on, and says so."""
-    command = (
-        f"python {ROOT}/mnist/single.py {SHORT} --epochs 3 --log-dir disk --checkpoint-dir "
-        "checkpoints"
+    # The checkpoints lie elsewhere: only results fill the disk.
+    copy = changed_copy(
+        tmp_path,
+        "mnist/single.py",
+        "    step = make_step(model, optimizer, sums)\n",
+        "    run.folder = Path('.')\n    step = make_step(model, optimizer, sums)\n",
     )
+    command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
     output = run(on_small_disk(command, tmp_path, "8k", "disk"), cwd=tmp_path)
     assert "warning: no results are written to disk (No space left on device)" in output
-    assert place(checkpoint(tmp_path / "checkpoints")) == (3, 0)
+    assert place(checkpoint(tmp_path)) == (3, 0)
 
 
 def test_folder_becomes_read_only(tmp_path):
-    recipe = (
-        f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir log --checkpoint-dir disk"
-    )
+    recipe = f"python {ROOT}/mnist/single.py {SHORT} --epochs 1000 --log-dir disk"
     # A second mount, in front of the first, which has a file open.
     remount = (
         "until [ -e disk/previous.pt ]; do sleep 0.05; done; "
         "mount --bind disk disk; mount -o remount,bind,ro disk"
     )
     output = fails(on_small_disk(f"({remount}) & {recipe}", tmp_path, "10m", "disk"), tmp_path)
-    assert output.count("Read-only file system") == 1
+    assert output.count("cannot save in disk (Read-only file system)") == 1
     assert "Traceback" not in output
     assert place(good(tmp_path / "copy"))[0] > 0
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
 
-from common import sharded
+from common import fsdp
 
 
 @pytest.mark.check
@@ -50,7 +50,7 @@ def test_shares(name, world_size, largest):
         with torch.device("meta"):
             model = models.get_model(name)
         whole = sum(weights.numel() for weights in model.parameters())
-        for module in (*sharded.blocks(model), model):
+        for module in (*fsdp.blocks(model), model):
             fully_shard(module, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=True)
         for weights in model.parameters():
@@ -68,7 +68,7 @@ def test_shares(name, world_size, largest):
 def test_blocks():
     """ResNet's blocks, ViT's encoder layers, the layers of a small model."""
     kinds = {
-        name: [type(block).__name__ for block in sharded.blocks(models.get_model(name))]
+        name: [type(block).__name__ for block in fsdp.blocks(models.get_model(name))]
         for name in ("resnet50", "vit_b_16", "vgg11")
     }
     assert kinds["resnet50"] == ["Bottleneck"] * 16
@@ -81,9 +81,9 @@ SHARDED = (
     "--sharded-checkpoint"
 )
 STOPS = (
-    "            import os, signal\n"
-    "            if position.samples == int(os.environ.get('STOP_AT', -1)):\n"
-    "                signal.raise_signal(signal.SIGTERM)\n"
+    "        import os, signal\n"
+    "        if position.samples == int(os.environ.get('STOP_AT', -1)):\n"
+    "            signal.raise_signal(signal.SIGTERM)\n"
 )
 
 
@@ -106,7 +106,7 @@ def assert_close(a, b):
 
 def test_sharded_checkpoint_on_any_number_of_processes(tmp_path):
     """Saved on 2, resumed on 1, on 4 and on 3, within an epoch; then, as one file, by single.py."""
-    in_float64(tmp_path, "imagenet", "fsdp.py", STEP, STEP + STOPS)
+    in_float64(tmp_path, "imagenet", "fsdp.py", STEP, STOPS + STEP)
     flags = (
         f"--synthetic 480 --epochs 2 --model lenet {small('imagenet')} --device cpu -G 48 "
         "--log-interval 1"

@@ -1,34 +1,20 @@
 """Every recipe on a pretended GPU (pretended_gpu.py): the results of a CPU, and no waits."""
 
-import importlib.util
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from forked import compute, refused
-from launch import checkpoint, evaluations, largest_difference, need, need_horovod, run
-from recipes import DATASETS, RECIPES, ROOT, SHARED_DATA, name_of, small
+from launch import checkpoint, evaluations, largest_difference, need_horovod, run
+from recipes import DATASETS, RECIPES, ROOT, name_of, small
 
 START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
 TWO = "torchrun --nproc-per-node=2"
 # 24 steps on 2 processes with 16 images each, or on 1 with 32.
 # LeNet has neither BatchNorm nor dropout.
 TRAINING = "--synthetic 384 --epochs 2 --model lenet --warmup-epochs 0 --log-interval 5"
-
-
-@pytest.fixture(scope="session")
-def apex(tmp_path_factory):
-    """A folder with Apex, without its extensions in C++ and CUDA."""
-    archive, folder = SHARED_DATA / "apex-25.05.tar.xz", tmp_path_factory.mktemp("apex")
-    installed = importlib.util.find_spec("apex")
-    if installed:
-        return str(Path(installed.origin).parents[1])
-    need(archive.exists(), "NVIDIA Apex: see docs/install.md")
-    shutil.unpack_archive(archive, folder)
-    return str(next(folder.rglob("apex/__init__.py")).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +98,30 @@ def test_each_process_sees_one_gpu(name, on_the_cpu, tmp_path):
     assert largest_difference(ours["model"], expected["model"]) < 1e-3
 
 
+COPIED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from common.data import CopiedAhead
+
+device = torch.device("cuda", 0)
+dataset = TensorDataset(torch.arange(10), torch.arange(10) / 2)
+loader = DataLoader(dataset, batch_size=4)
+copied = CopiedAhead(loader, device)
+assert len(copied) == 3
+for batch, expected in zip(copied, loader, strict=True):
+    assert all(part.device == device for part in batch)
+    print([part.tolist() for part in batch] == [part.tolist() for part in expected])
+"""
+
+
+def test_batches_that_are_copied_ahead(tmp_path):
+    """All of them come, in their order. (Whether a copy overlaps a step only a GPU can show.)"""
+    (tmp_path / "copied.py").write_text(COPIED)
+    output = compute("python copied.py", tmp_path, PRETENDED_GPUS="1", PYTHONPATH=str(ROOT))
+    assert output.splitlines() == ["True"] * 3
+
+
 # Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.14.
 # Those of Horovod itself are not counted.
 LAUNCHES = {
@@ -129,15 +139,17 @@ LAUNCHES = {
 def costs(recipe, cwd, **environment):
     """(launches per step, [lines that wait]) of one epoch of 14 steps.
 
-    The one line of metrics.py that waits at each log interval is left out.
+    The two lines that wait at each log interval, for the sums and for the stop flag, are left out.
     """
     one = recipe.name == "single.py"
     flags = f"--log-interval 5 --epochs 1 --lr 0.001 --synthetic {28 if one else 56} -b 2"
     flags += " -b 4" * (recipe.name == "dp.py")
     _, steps = pretended(recipe, flags, cwd, gpus=1 if one else 2, **environment)
-    waits = [line for _, lines in steps[2:] for line in lines if not line.startswith("metrics.py")]
-    at_intervals = [line for _, lines in steps for line in lines if line.startswith("metrics.py")]
-    assert len(at_intervals) <= len(steps) // 5
+    at_intervals = ("metrics.py", "signals.py")
+    for file in at_intervals:
+        there = [line for _, lines in steps for line in lines if line.startswith(file)]
+        assert len(there) <= len(steps) // 5
+    waits = [line for _, lines in steps[2:] for line in lines if not line.startswith(at_intervals)]
     return Counter(launches for launches, _ in steps).most_common(1)[0][0], waits
 
 

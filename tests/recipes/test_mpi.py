@@ -37,7 +37,7 @@ def mpirun_first(request, tmp_path_factory):
 def options():
     """The options of each mpirun command that this repository names."""
     files = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/hvd.py")]
-    files += [*ROOT.glob("slurm/*.sh"), *ROOT.glob("scripts/*"), *ROOT.glob("benchmarks/*.*")]
+    files += [*ROOT.glob("slurm/*.sh"), *ROOT.glob("scripts/*.*"), *ROOT.glob("benchmarks/*.*")]
     found = set()
     for file in files:
         text = file.read_text()

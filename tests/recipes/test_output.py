@@ -67,14 +67,14 @@ def test_lines_within_an_epoch(tmp_path):
 # an epoch of 15 steps, and one of 40
 @pytest.mark.parametrize(("images", "steps"), [(960, 9), (2560, 10)])
 def test_profile(images, steps, tmp_path):
-    """The trace of an epoch has up to ten steps from the seventh on, with DDP's all-reduces."""
+    """The trace has up to ten steps from the seventh on, with DDP's all-reduces."""
     command = strategies(2, ROOT / "mnist")["ddp_launch"]
     compute(
         f"{command} --synthetic {images} -b 32 --epochs 2 --profile --log-dir log", cwd=tmp_path
     )
-    # named by the step at which its epoch begins
+    # named by the step at which its epoch begins, which is the first epoch
     traces = sorted((tmp_path / "log").glob("trace-*"))
-    assert [path.name for path in traces] == ["trace-0.json.gz", f"trace-{images // 64}.json.gz"]
+    assert [path.name for path in traces] == ["trace-0.json.gz"]
     events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
     names = [event.get("name", "") for event in events]
     assert names.count("Optimizer.step#SGD.step") == steps

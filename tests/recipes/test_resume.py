@@ -304,16 +304,16 @@ def test_killed_in_an_evaluation(two_epochs, tmp_path):
 def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
     """Stopped at random samples: they use each sample once, and end where one process ends."""
     line = (
-        "            import os, signal\n"
-        "            k = (position.samples - train.sampler.start) // world_size\n"
-        "            with open(f'used-{rank}', 'a') as file:\n"
-        "                share = list(train.sampler)[k : k + train.sampler.batch_size]\n"
-        "                print(*share, file=file)\n"
-        "            if position.samples == int(os.environ['STOP_AT']):\n"
-        "                signal.raise_signal(signal.SIGTERM)\n"
+        "        import os, signal\n"
+        "        sampler = train.sampler\n"
+        "        k = (position.samples - sampler.start) // sampler.world_size\n"
+        "        with open(f'used-{rank}', 'a') as file:\n"
+        "            print(*list(sampler)[k : k + sampler.batch_size], file=file)\n"
+        "        if position.samples == int(os.environ['STOP_AT']):\n"
+        "            signal.raise_signal(signal.SIGTERM)\n"
     )
     in_float64(
-        tmp_path, "mnist", "ddp_launch.py", STEP, STEP + line
+        tmp_path, "mnist", "ddp_launch.py", STEP, line + STEP
     )  # 50 steps in float32 let rounding grow to 1e-3
     flags = (
         "--synthetic 1200 --epochs 1 --model lenet --global-batch-size 24 --device cpu "
@@ -355,10 +355,10 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
     If that is after the last step of an epoch, the resumed run still evaluates it.
     """
     raised = (
-        f"            if (position.epoch, position.samples) == ({epoch}, {sample}):\n"
-        "                __import__('signal').raise_signal(10)\n"
+        f"        if (position.epoch, position.samples) == ({epoch}, {sample}):\n"
+        "            __import__('signal').raise_signal(10)\n"
     )
-    copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + raised)
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, raised + STEP)
     flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
     assert (
         compute(f"python {copy}/single.py {flags}", cwd=tmp_path).count("stopped after a signal")
@@ -379,25 +379,24 @@ def test_from_launcher_to_launcher(recipe, tmp_path):
     """
     need_horovod()
     stops = (
-        "            import os, signal\n"
-        "            if position.samples == int(os.environ['STOP_AT']):\n"
-        "                signal.raise_signal(signal.SIGUSR1)\n"
+        "        import os, signal\n"
+        "        if position.samples == int(os.environ['STOP_AT']) - 64:\n"
+        "            signal.raise_signal(signal.SIGUSR1)\n"
     )
-    listens = "            stop.listen()\n"
-    changed_copy(tmp_path, "mnist/single.py", listens, listens + stops)
+    changed_copy(tmp_path, "mnist/single.py", STEP, stops + STEP)
     for name in (recipe, "hvd.py"):
         path = tmp_path / "mnist" / name
-        path.write_text(path.read_text().replace(listens, listens + stops))
+        path.write_text(path.read_text().replace(STEP, stops + STEP))
     flags = (
         "--synthetic 320 --epochs 2 --model lenet --lr 0.02 --scale-lr none --device cpu "
         "--log-interval 1"
     )
     torchrun = f"torchrun --standalone --nproc-per-node=2 mnist/{recipe} -b 32 {flags}"
     compute(f"{torchrun} --log-dir whole", cwd=tmp_path, STOP_AT="-1")
-    # 5 steps of 64 images in each epoch: after 1 and 3 of the first, 2 of the second, at the end
+    # 5 steps of 64 images in each epoch: after 2 and 4 of the first, 2 of the second, at the end
     chain = [
-        (torchrun, 64, (0, 64)),
-        (f"horovodrun --gloo -np 2 python mnist/hvd.py -b 32 {flags}", 192, (0, 192)),
+        (torchrun, 128, (0, 128)),
+        (f"horovodrun --gloo -np 2 python mnist/hvd.py -b 32 {flags}", 256, (0, 256)),
         (f"python mnist/single.py -b 64 {flags}", 128, (1, 128)),
         (torchrun, -1, (2, 0)),
     ]

@@ -159,14 +159,17 @@ def test_told_to_stop_while_a_machine_is_awaited(traps, tmp_path):
     assert job.finish() == -signal.SIGTERM
 
 
+BUILD = "    model, optimizer, lines = build(args, device, world_size)\n"
+
+
 @pytest.mark.parametrize(
     ("name", "line", "command"),
     [
-        ("single", "            images, labels = to_device(batch, device)\n", "python"),
-        ("ddp_launch", "            images, labels = to_device(batch, device)\n", TORCHRUN),
-        ("ddp_launch", "    torch.manual_seed(args.seed)\n", TORCHRUN),
-        ("hvd", "    torch.manual_seed(args.seed)\n", MPIRUN),
-        ("ddp_spawn", "    torch.manual_seed(args.seed)\n", "python"),
+        ("single", "        step(images, labels)\n", "python"),
+        ("ddp_launch", "        step(images, labels)\n", TORCHRUN),
+        ("ddp_launch", BUILD, TORCHRUN),
+        ("hvd", BUILD, MPIRUN),
+        ("ddp_spawn", BUILD, "python"),
     ],
     ids=["python", "torchrun", "torchrun, model", "mpirun, model", "mp.spawn, model"],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import compute, refused
 from launch import Job, need, need_horovod, refused_here, run
-from recipes import ROOT
+from recipes import ROOT, SHARED
 
 from images.models import LeNet
 
@@ -78,21 +78,19 @@ def test_a_file_system_without_locks_and_hard_links(tmp_path):
 def test_a_file_system_that_cannot_save(code, reason, tmp_path):
     library = preloaded(code, tmp_path)
     output = run(f"{SINGLE} --log-dir log", tmp_path, status=2, LD_PRELOAD=library)
-    assert output == (
-        f"single.py: cannot write to log ({reason}): choose another --log-dir or --checkpoint-dir\n"
-    )
+    assert output == (f"single.py: cannot write to log ({reason}): choose another --log-dir\n")
 
 
 def test_results_survive_a_full_disk_at_a_resume(tmp_path):
     """tensorflow 8745: lines are not lost when they cannot be written again."""
-    compute(f"{SINGLE} --log-dir log --checkpoint-dir saved", tmp_path)
+    compute(f"{SINGLE} --log-dir log", tmp_path)
     path = tmp_path / "log" / "results.jsonl"
     line = json.dumps({"step": 1, "event": "step", "note": "x" * 90}) + "\n"
     path.write_text(path.read_text() + 9000 * line)
     before = path.read_bytes()
     again = SINGLE.replace("--epochs 1", "--epochs 2")
     # 600 KB at most, in place of a quota.
-    command = f"ulimit -f 600; {again} --log-dir log --checkpoint-dir saved --resume auto"
+    command = f"ulimit -f 600; {again} --log-dir log --resume auto"
     said = run(command, tmp_path, status=2)
     assert said.endswith("cannot write to log (File too large): choose another --log-dir\n")
     assert path.read_bytes() == before
@@ -131,7 +129,7 @@ def test_environments(environment, recipe, says, tmp_path):
 
 
 def test_an_empty_rank_of_slurm(tmp_path):
-    assert "epoch 1/" in compute(f"PMIX_RANK= {SINGLE} --dry-run", tmp_path)
+    assert "| val loss" in compute(f"PMIX_RANK= {SINGLE} --dry-run", tmp_path)
 
 
 def test_an_address_that_another_tool_left(tmp_path):
@@ -146,7 +144,16 @@ def test_other_ways_to_start_a_script(start, tmp_path):
     """Its neighbour cifar.py is found without the folder of the script in sys.path."""
     flags = "--synthetic 320 --device cpu --model lenet --dry-run"
     folder = ROOT if " -m " in start else tmp_path
-    assert "epoch 1/" in run(f"{start.format(ROOT)} {flags}", folder)
+    assert "| val loss" in run(f"{start.format(ROOT)} {flags}", folder)
+
+
+def test_a_file_with_the_name_of_a_module_of_python(tmp_path):
+    """queue.py of the user, beside the folders that were copied: torch imports Python's own."""
+    for folder in (*SHARED, "mnist"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "queue.py").write_text("raise SystemExit('this is not what torch imports')\n")
+    command = SINGLE.replace(f"{ROOT}/", "")
+    assert "| val loss" in run(f"{command} --dry-run", tmp_path)
 
 
 @pytest.mark.parametrize("output", ["> /dev/full", ">&- 2>&-", "| head -n 1"])

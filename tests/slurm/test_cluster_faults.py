@@ -19,7 +19,7 @@ from launch import (
     place,
     random_seed,
 )
-from recipes import ROOT, changed_copy, in_float64
+from recipes import ROOT, STEP, changed_copy, in_float64
 
 # Six epochs of 10 steps on two processes, and a checkpoint every 3 steps. A copy of the recipe
 # prints its position, and from the epoch on that is written in a file it waits in each step: the
@@ -38,19 +38,18 @@ SIZE = (
     f"--synthetic {IMAGES} --batch-size {BATCH} {MODEL} --epochs {EPOCHS} --checkpoint-every 3 "
     f"--device cpu --log-interval {INTERVAL}"
 )
-LISTEN = "            stop.listen()\n"
 # The line in one write: two ranks' lines would mix.
 WAITS = """\
-            import os, time
+        import os, time
 
-            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-            line = f"at {position.epoch} {position.samples} {stop.requested}\\n"
-            os.write(1, line.encode())
-            told = f"told-{position.epoch}-{position.samples}"
-            while position.epoch >= int(open("wait-from").read()) and not os.path.exists(told):
-                if stop.requested:
-                    open(told, "w").close()
-                time.sleep(0.02)
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        line = f"at {position.epoch} {position.samples} {run.stop.requested}\\n"
+        os.write(1, line.encode())
+        told = f"told-{position.epoch}-{position.samples}"
+        while position.epoch >= int(open("wait-from").read()) and not os.path.exists(told):
+            if run.stop.requested:
+                open(told, "w").close()
+            time.sleep(0.02)
 """
 
 
@@ -87,7 +86,7 @@ def waiting_job(cluster, tmp_path):
 
     def start(flags="", sbatch="", file="slurm/ddp_2nodes.sh", recipe=DDP, epoch=2, **environment):
         if not started:
-            changed_copy(tmp_path, recipe, LISTEN, LISTEN + WAITS)
+            changed_copy(tmp_path, recipe, STEP, WAITS + STEP)
         wait_from(tmp_path, epoch)
         job = SlurmJob(
             cluster,
@@ -177,7 +176,7 @@ def test_a_node_goes_and_comes_back(cluster, tmp_path):
 
     The job has more tasks than torchruns, and inherits the binding of a job that submitted it.
     """
-    in_float64(tmp_path, "mnist", "ddp_launch.py", LISTEN, LISTEN + WAITS)
+    in_float64(tmp_path, "mnist", "ddp_launch.py", STEP, WAITS + STEP)
     wait_from(tmp_path, 2)
     flags = (
         f"--synthetic 640 --model lenet --epochs {EPOCHS} --device cpu "
@@ -323,7 +322,7 @@ def test_fsdp_preempted(cluster, tmp_path):
 
     The job goes on from them, and ends as an undisturbed one.
     """
-    changed_copy(tmp_path, "imagenet/fsdp.py", LISTEN, LISTEN + WAITS)
+    changed_copy(tmp_path, "imagenet/fsdp.py", STEP, WAITS + STEP)
     wait_from(tmp_path, 1)
     flags = (
         "--arch resnet18 --image-size 32 --synthetic 160 -b 8 --epochs 4 --lr 0.001 --device "

@@ -7,16 +7,16 @@ import sys
 import pytest
 from recipes import ROOT
 
-from common.watchdog import Watchdog
+from common.process.watchdog import Watchdog
 
 pytestmark = pytest.mark.check
 
 
 HANGS = {
-    "the first batch": "for _ in watchdog(hangs()):\n    pass\n",
-    "a step": "for _ in watchdog([1, 2]):\n    signal.pause()\n",
+    "the first batch": "for _ in watchdog.watch(hangs()):\n    pass\n",
+    "a step": "for _ in watchdog.watch([1, 2]):\n    signal.pause()\n",
     "a step after a save": (
-        "for batch in watchdog([1, 2]):\n"
+        "for batch in watchdog.watch([1, 2]):\n"
         "    if batch == 2:\n"
         "        signal.pause()\n"
         "    watchdog.cancel()\n"
@@ -28,7 +28,7 @@ HANGS = {
 def test_a_process_that_hangs_ends_with_its_stack(what):
     code = (
         "import signal\n"
-        "from common.watchdog import Watchdog\n"
+        "from common.process.watchdog import Watchdog\n"
         "def hangs():\n"
         "    yield signal.pause()\n"
         "watchdog = Watchdog(0.5)\n"
@@ -45,7 +45,7 @@ def test_a_cancelled_watchdog_does_not_end_the_process(monkeypatch):
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", armed.clear)
     watchdog = Watchdog(1000)
-    for _ in watchdog(range(3)):
+    for _ in watchdog.watch(range(3)):
         assert armed
         watchdog.cancel()
     assert armed, "what follows the loop is watched, too"
@@ -55,5 +55,5 @@ def test_a_cancelled_watchdog_does_not_end_the_process(monkeypatch):
 
 def test_the_watchdog_gives_the_batches():
     watchdog = Watchdog(1000)
-    assert list(watchdog(range(3))) == [0, 1, 2]
+    assert list(watchdog.watch(range(3))) == [0, 1, 2]
     watchdog.cancel()

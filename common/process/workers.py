@@ -9,9 +9,9 @@ import threading
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from common import signals
 from common.errors import InputError
-from common.parent import die_with_parent
+from common.process import signals
+from common.process.parent import die_with_parent
 
 
 def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **options) -> DataLoader:

@@ -1,10 +1,15 @@
 """A step that hangs ends its process, with the stack of each thread."""
 
 import faulthandler
+import os
+import pickle
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
 
 
 class Watchdog:
@@ -21,7 +26,7 @@ class Watchdog:
         self.armed_at = None
         self.waited = 0.0
 
-    def __call__(self, loader: Iterable) -> Iterator:
+    def watch(self, loader: Iterable) -> Iterator:
         """Yield the batches of `loader`. What follows the loop is watched, too, until cancel()."""
         self.waited = 0.0
         self.arm()
@@ -53,3 +58,24 @@ class Watchdog:
         if self.timer:
             self.timer.cancel()
             self.timer = None
+
+
+def flight_recorder(folder: str | None, rank: int, world_size: int, device: torch.device):
+    """A function that writes what this rank communicated last to `folder`/collectives-RANK.
+
+    `torchfrtrace` reads it. None unless TORCH_FR_BUFFER_SIZE is set, which lets torch record it.
+    """
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:
+        return None
+
+    def write():
+        recorder = torch._C._distributed_c10d
+        dump = recorder._dump_fr_trace if device.type == "cpu" else recorder._dump_nccl_trace
+        trace = pickle.loads(dump())
+        # That of Gloo is not what torchfrtrace reads.
+        ranks = str(list(range(world_size)))
+        trace["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+        with open(Path(folder or ".", f"collectives-{rank}"), "wb") as file:
+            pickle.dump(trace, file)
+
+    return write

@@ -2,15 +2,17 @@
 
 import multiprocessing
 import os
+import re
 import signal
 
 import pytest
 import torch
-from launch import one_line
+from launch import one_line, run
+from recipes import ROOT
 
-from common import launch
 from common.errors import InputError
-from common.stop import StopSignal
+from common.process import launch
+from common.process.signals import StopSignal
 
 
 def fail_after_a_stop_request():
@@ -33,6 +35,17 @@ def test_an_error_after_a_stop_request_is_printed(monkeypatch, capfd):
     assert process.exitcode == 2
     line = one_line(capfd.readouterr().err)
     assert line.endswith(": rank 1: no such file")
+
+
+def test_torchrun_says_why_a_rank_failed(tmp_path):
+    """Below what the rank itself prints, which may be far above."""
+    torchrun = "torchrun --standalone --nproc-per-node=2"
+    said = run(f"{torchrun} {ROOT}/mnist/ddp_launch.py --no-such-flag", tmp_path, status=1)
+    _, _, root_cause = said.partition("Root Cause (first observed failure):")
+    assert re.search(
+        r"^ +traceback : .*: --no-such-flag \(--help lists the flags\)$", root_cause, re.M
+    )
+    assert "error_file: <N/A>" not in root_cause
 
 
 @pytest.mark.parametrize(

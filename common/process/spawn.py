@@ -8,8 +8,8 @@ import sys
 
 import torch.multiprocessing as mp
 
-from common import signals
 from common.errors import RunError
+from common.process import signals
 
 
 def ignore_signals() -> None:

@@ -1,10 +1,10 @@
-"""common/spawn.py: signals for the processes of mp.spawn."""
+"""common/process/spawn.py: signals for the processes of mp.spawn."""
 
 import signal
 import subprocess
 from unittest import mock
 
-from common import spawn
+from common.process import spawn
 
 
 def test_a_signal_for_a_process_that_has_just_ended():

@@ -1,4 +1,4 @@
-"""Act on a signal at once, also while the main thread waits in C++ for another rank."""
+"""Signals: some are acted on at once, also in C++; others ask a run to save and stop."""
 
 import faulthandler
 import functools
@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+
+import torch
 
 # What the thread does, by the number of the signal
 actions: dict[int, Callable[[], object]] = {}
@@ -54,3 +56,48 @@ def print_stacks() -> None:
     cpython issue 116008).
     """
     faulthandler.dump_traceback(file=sys.__stderr__)
+
+
+class StopSignal:
+    """`requested` is True once SIGTERM or SIGUSR1, which schedulers send, came after listen().
+
+    `agreed` is True once all ranks know that one of them was asked to stop.
+    """
+
+    def __init__(self):
+        # A plain bool: a threading.Event takes a lock, on which a second signal could wait.
+        self.requested = False
+        self.agreed = False
+        self.listening = False
+
+    def listen(self) -> None:
+        """From now on they do not end this process. Before the first step nothing is to be saved.
+
+        A rank may then wait in C++ for the others, where Python would not notice a signal.
+        """
+        if self.listening:
+            return
+        self.listening = True
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._request)
+            # Restart interrupted system calls: libraries may not expect the signal.
+            signal.siginterrupt(number, False)
+
+    def _request(self, *_):
+        self.requested = True
+
+    def carried_by(self, all_reduce):
+        """`all_reduce`, in which each rank also tells the others whether it was asked to stop.
+
+        `all_reduce` adds up a tensor over all ranks in place, and so does what this returns. Every
+        rank then has the same value of `agreed`.
+        """
+
+        def all_reduce_with_flag(values: torch.Tensor) -> None:
+            flag = values.new_full((1,), float(self.requested))
+            both = torch.cat([values, flag])
+            all_reduce(both)
+            values.copy_(both[:-1])
+            self.agreed = both[-1].item() > 0
+
+        return all_reduce_with_flag

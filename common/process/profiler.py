@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from common.errors import show
+
 
 def trace(batches: Iterable, path: Path) -> Iterator:
     """Yield `batches`, and trace the use of ten of them to `path` (.json.gz).
@@ -18,8 +20,11 @@ def trace(batches: Iterable, path: Path) -> Iterator:
         schedule=torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1),
         on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
     )
-    with profiler:
-        for batch in batches:
-            yield batch
-            profiler.step()
-    print(f"--profile: {path if path.exists() else 'no trace: fewer than 7 steps'}", flush=True)
+    try:
+        with profiler:
+            for batch in batches:
+                yield batch
+                profiler.step()
+    finally:
+        # Also where the loop is left before its end.
+        show(f"--profile: {path if path.exists() else 'no trace: fewer than 7 steps'}")

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.check
 def test_a_process_outlives_the_thread_that_started_it():
     """Without a launcher, as in a script that starts trainings from a pool of threads."""
     child = (
-        "from common import parent; parent.die_with_parent(); print('runs', flush=True); input()"
+        "from common.process import parent\n"
+        "parent.die_with_parent()\n"
+        "print('runs', flush=True)\n"
+        "input()\n"
     )
     started = []
 

@@ -19,8 +19,8 @@ from launch import PATIENCE
 from torchvision.datasets import CIFAR10, MNIST
 
 from cifar10 import cifar
-from common import launch
 from common.errors import InputError
+from common.process import launch
 from mnist import digits
 
 pytestmark = pytest.mark.check

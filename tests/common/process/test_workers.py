@@ -5,8 +5,8 @@ import resource
 import pytest
 import torch
 
-from common import workers
 from common.errors import InputError
+from common.process import workers
 
 
 def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):

@@ -3,19 +3,23 @@
 import atexit
 import functools
 import io
+import json
 import os
 import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 
-from common import signals
 from common.errors import InputError, RunError
-from common.parent import RANKS
+from common.process import signals
+from common.process.parent import RANKS, die_with_parent
 
 # torchrun, horovodrun, Open MPI, MPICH, and a step of SLURM
 SIZES = (
@@ -57,15 +61,14 @@ CAUSES = (
 def plain_exits():
     """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
 
-    SIGUSR2 prints the stacks of all threads. A process that a launcher started ends with the block:
-    no code after it runs.
+    SIGUSR2 prints the stacks of all threads. A process that a launcher started ends with it, and
+    ends with the block: no code after it runs.
     """
-    # Also where it is ignored for the launcher's sake.
-    numbers = [signal.SIGTERM]
+    die_with_parent()
+    end_at_once(signal.SIGTERM)
     # Under nohup SIGINT is ignored, and stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        numbers.append(signal.SIGINT)
-    end_at_once(*numbers)
+        end_at_once(signal.SIGINT)
     open_missing_streams()
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
     try:
@@ -73,23 +76,40 @@ def plain_exits():
         # The run is saved. A second signal, while Python ends, must not make it a failed one.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-    except (InputError, RunError, RuntimeError) as error:
-        error = explained(error)
-        rank = launched_rank()
-        if rank:
-            # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
-            time.sleep(3)
-        who = f"rank {rank}: " if rank else ""
-        script = os.path.basename(sys.argv[0])
-        print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
-        if rank is None:
-            sys.exit(error.status)
-        # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
-        time.sleep(1)
-        # Skips the destructors of the process group, which can hang or abort.
-        os._exit(error.status)
+    except Exception as error:
+        end_with_a_line(explained(error))
     if launched_rank() is not None:
         end_rank()
+
+
+def end_with_a_line(error: InputError | RunError) -> None:
+    """Print `error` in one line, and end this process with its status."""
+    # At once: as rank 0 fails, its launcher ends the others.
+    tell_torchrun(str(error))
+    rank = launched_rank()
+    if rank:
+        # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
+        time.sleep(3)
+    who = f"rank {rank}: " if rank else ""
+    script = os.path.basename(sys.argv[0])
+    print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
+    if rank is None:
+        sys.exit(error.status)
+    # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
+    time.sleep(1)
+    # Skips the destructors of the process group, which can hang or abort.
+    os._exit(error.status)
+
+
+def tell_torchrun(said: str, **more: str) -> None:
+    """Write why this rank fails to the file from which torchrun takes its last lines."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    more["timestamp"] = str(int(time.time()))
+    # Without the file torchrun says only which rank failed.
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
 
 
 def launched_rank() -> int | None:
@@ -152,8 +172,9 @@ def explained(error: Exception) -> InputError | RunError:
     if isinstance(error, InputError | RunError):
         return type(error)(said)
     for kind, words, meaning in CAUSES:
-        if any(word in str(error) for word in words):
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
             return kind(f"{meaning} ({said})")
+    tell_torchrun(said, py_callstack="".join(traceback.format_exception(error)))
     raise error
 
 
@@ -196,6 +217,15 @@ def torchrun_env() -> tuple[int, int]:
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
+def group_timeout(seconds: float) -> timedelta:
+    """The limit for a process group. The watchdog holds its steps to `seconds`.
+
+    What is not a step may take an hour longer: the start, where one rank downloads data, or makes
+    an index of it, for all; and a save, for which all wait. NCCL's own limit is 10 minutes.
+    """
+    return timedelta(seconds=seconds, hours=1)
+
+
 def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
     # OpenMP ignores what is no number, and then each process would use all cores.
@@ -203,8 +233,8 @@ def share_cores(local_world_size: int) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
 
 
-def restart_unless_told(stop) -> None:
-    """Under torchrun --max-restarts: end with status 1 unless this rank was told to stop, too.
+def leave_restart_to_torchrun(stop) -> None:
+    """Under torchrun --max-restarts, end with status 1 a rank that was itself not told to stop.
 
     torchrun starts all ranks again if one ends with status 1. So they go on without the node that
     was told to stop, from the checkpoint. A launcher that tells all ranks does so within 2 s.

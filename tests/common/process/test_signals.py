@@ -1,0 +1,119 @@
+"""Signals that are acted on in a thread, at once and without harm, and those that ask to stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from recipes import ROOT
+
+from common.metrics import Sums
+from common.process.signals import StopSignal
+
+BUSY = """
+import signal
+from common.process import signals
+
+def deep(levels):
+    sum(x for x in range(3))
+    if levels > 0:
+        deep(levels - 1)
+
+signals.act_on(signal.SIGUSR2, signals.print_stacks)
+print("ready", flush=True)
+while True:
+    deep(30)
+"""
+FORK = """
+import os, signal, time
+from common.process import signals
+
+signals.act_on(signal.SIGUSR2, lambda: print("the parent", flush=True))
+if os.fork() == 0:
+    signals.act_on(signal.SIGUSR2, lambda: print("the child", flush=True))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(1)
+else:
+    os.wait()
+    # The parent would print now.
+    time.sleep(1)
+"""
+
+
+def python(code, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_stacks_of_a_busy_process_do_not_end_it(tmp_path):
+    """The handler of faulthandler.register() crashes there after tens to hundreds of signals."""
+    with open(tmp_path / "stacks", "w") as stacks:
+        process = python(BUSY, stderr=stacks)
+    process.stdout.readline()
+    for _ in range(3000):
+        process.send_signal(signal.SIGUSR2)
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert (tmp_path / "stacks").read_text().count("in deep") > 100
+
+
+def test_a_fork_acts_itself():
+    process = python(FORK)
+    assert process.communicate()[0] == "the child\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.check
+def test_a_storm_of_signals_does_not_hang():
+    code = (
+        "import os, signal\n"
+        "from common.process.signals import StopSignal\n"
+        "stop = StopSignal()\n"
+        "stop.listen()\n"
+        "for _ in range(20000):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "print(stop.requested)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.check
+def test_a_stop_is_requested_by_both_signals():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for number in before:
+        stop = StopSignal()
+        stop.listen()
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("asked", [set(), {0}, {1}, {0, 1}])
+def test_all_ranks_agree_to_stop_if_one_was_asked(asked):
+    """It travels with the sums of two ranks, and leaves them as they are."""
+    stops = [StopSignal() for _ in range(2)]
+    sums = [Sums(torch.device("cpu"), "loss", "samples") for _ in range(2)]
+    for rank, stop in enumerate(stops):
+        stop.requested = rank in asked
+        sums[rank].add(loss=torch.tensor(0.5 + rank), samples=3)
+    # A first total of each rank gives what they would send, a second has the sum of it.
+    sent = []
+    for rank, stop in enumerate(stops):
+        sums[rank].total(stop.carried_by(lambda values: sent.append(values.clone())))
+    totals = [
+        sums[rank].total(stop.carried_by(lambda values: values.copy_(sum(sent))))
+        for rank, stop in enumerate(stops)
+    ]
+    assert totals == 2 * [{"loss": 2, "samples": 6}]
+    assert [stop.agreed for stop in stops] == 2 * [bool(asked)]
+    assert [stop.requested for stop in stops] == [0 in asked, 1 in asked]
