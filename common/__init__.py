@@ -1,1 +1,1 @@
-"""Small tools that the recipes share. They take values, and know no flags and no images."""
+"""Small tools that the recipes share. They know no images; only run.py reads a recipe's flags."""

@@ -1,4 +1,4 @@
-"""A process that ends when its parent does. Imports no torch, as it is wanted while that loads."""
+"""A process that ends when its parent does."""
 
 import ctypes
 import multiprocessing
