@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from common.data import TensorLoader, seed_of
+from common.metadata import Metadata
 from images import data, models
 from images.download import download
 
@@ -18,6 +19,22 @@ TRAIN_FILES = [f"cifar-10-batches-py/data_batch_{number}" for number in range(1,
 VAL_FILES = ["cifar-10-batches-py/test_batch"]
 # uint8 images [batch, 3, 32, 32] as floats; the mean and deviation of the training images.
 normalise = data.Normalise(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+METADATA = Metadata(
+    classes=[
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ],
+    mean=normalise.mean,
+    std=normalise.std,
+)
 
 
 def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:

@@ -154,22 +154,21 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         images, labels = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(images, labels)
         # Python counts this; the step is only what the device does.
         sums.add(images=len(labels))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -204,7 +203,7 @@ def connect(local_rank, args):
 def build(args, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
     model = cifar.build(args.model).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, cifar.METADATA)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
@@ -241,7 +240,8 @@ def main(local_rank, args):
     model, optimizer, lines = build(args, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -252,6 +252,8 @@ def main(local_rank, args):
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": cifar.METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(

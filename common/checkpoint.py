@@ -35,15 +35,17 @@ class Found:
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     empty: Path | None = None  # the folder in which --resume auto found no checkpoint
 
-    def lines(self, position) -> list[str]:
-        """What to say of it: what was skipped, and where the run goes on."""
+    def lines(self, position=None) -> list[str]:
+        """What to say of it: what was skipped, and where the run goes on, if it does."""
         lines = [f"skipped {path}: {reason}" for path, reason in self.damaged]
         if self.path:
-            saved_by = self.saved["config"].get("saved_by")
-            lines.append(
-                f"resumed from {self.path} at epoch {position.epoch + 1}, "
-                f"sample {position.samples} (saved by {saved_by})"
-            )
+            done = f"weights from {self.path}"
+            if position:
+                done = (
+                    f"resumed from {self.path} at epoch {position.epoch + 1}, "
+                    f"sample {position.samples}"
+                )
+            lines.append(f"{done} (saved by {self.saved['config'].get('saved_by')})")
         if self.empty:
             lines.append(f"no checkpoint in {self.empty} yet: starting from the beginning")
         return lines
@@ -100,8 +102,8 @@ def read(path: Path) -> tuple[dict, int]:
             if archive.testzip() or any(entry.external_attr & 16 for entry in entries):
                 raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
         checksums = [entry.CRC for entry in entries]
-        # weights_only: a pickle could run code.
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        # weights_only: a pickle could run code. mmap: the ranks of a machine share the memory.
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         saved["format"] = int(saved["format"])
     except (OSError, MemoryError, CorruptCheckpoint):
         raise
@@ -111,6 +113,13 @@ def read(path: Path) -> tuple[dict, int]:
             f"it is damaged, or not a checkpoint ({type(error).__name__})"
         ) from error
     return saved, zlib.crc32(repr(checksums).encode())
+
+
+def exists(resume: str | None, folder: Path | None) -> bool:
+    """Whether there may be a checkpoint that --resume means: it is not read."""
+    if resume == "auto":
+        return folder is not None and any(Path(folder, name).exists() for name in NAMES)
+    return resume is not None
 
 
 def find(resume: str, folder: Path | None, read=read) -> Found:
@@ -237,6 +246,8 @@ def load(saved: dict, state: dict, optional: tuple = ()) -> None:
             continue
         try:
             part.load_state_dict(saved[name])
+        except InputError:
+            raise
         except Exception as error:  # any kind: the file may hold anything
             raise InputError(f"{name}: {in_one_line(error)}") from error
         if isinstance(part, torch.optim.Optimizer):

@@ -213,7 +213,10 @@ def to_device(batch, device: torch.device):
     Dtypes stay as they are, and so does everything that has no `to`.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        # CUDA copies pageable memory aside before it returns. Others may read it later, when it has
+        # changed (pytorch issue 139550, on Apple's GPUs).
+        is_safe = device.type == "cuda" or batch.is_pinned()
+        return batch.to(device, non_blocking=is_safe)
     if isinstance(batch, Mapping):
         return {name: to_device(part, device) for name, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

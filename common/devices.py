@@ -2,11 +2,23 @@
 
 import ctypes
 import os
+import re
 import shutil
 
 import torch
 
 from common.errors import InputError
+
+# How torchrun, horovodrun, Open MPI, MPICH and srun call the number of processes on this machine.
+# One that srun has started may have started another, which counts.
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    # Such as 4(x2), on two machines.
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 
 
 def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -52,12 +64,36 @@ def sees_only_its_own() -> bool:
     return any(os.environ.get(name) for name in names)
 
 
-def own_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
+def own_cores(process: int = 0) -> list[int]:
+    """The numbers of the cores that this process may use, or the one with another id."""
     # Only Linux has it.
     if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
+        return sorted(os.sched_getaffinity(process))
     return list(range(os.cpu_count()))
+
+
+def cores_per_process(processes: int | None = None) -> int:
+    """The number of cores for each process of a run on this machine: its own, or its share.
+
+    `processes` are started by this one, which binds none to cores (mp.spawn). Without it, a
+    launcher has started this one: srun gives each its own cores, and any other is assumed to have
+    bound this one if it may use more cores itself. If not, all share the cores they may use.
+    """
+    own = own_cores()
+    bound = False
+    if processes is None:
+        sizes = [re.match("[1-9][0-9]*", os.environ.get(name, "")) for name in LOCAL_SIZES]
+        processes = next((int(size[0]) for size in sizes if size), 1)
+        bound = started_by_srun() or set(own) < set(own_cores(os.getppid()))
+    share = len(own) if bound else len(own) // processes
+    # A launcher can also bind several processes to the same cores, such as those of a socket.
+    return max(1, min(share, os.cpu_count() // processes))
+
+
+def started_by_srun() -> bool:
+    """Whether this process is a task of a step of SLURM, and no other launcher is in between."""
+    others = ("TORCHELASTIC_RUN_ID", *LOCAL_SIZES[1:-1])
+    return "SLURM_STEP_TASKS_PER_NODE" in os.environ and not any(map(os.environ.get, others))
 
 
 def describe(device: torch.device) -> str:

@@ -3,7 +3,9 @@
 import argparse
 import math
 import os
+import re
 import sys
+from pathlib import Path
 
 from common.errors import InputError
 
@@ -58,20 +60,32 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False:
+        if action.default is None or action.default is False or callable(action.default):
             return action.help
         return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises InputError, which ends the recipe in one line."""
+    """An ArgumentParser that raises InputError, which ends the recipe in one line.
+
+    A default may be a function of the parsed flags. A flag that takes a path refuses a URL.
+    """
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([with_home(word) for word in words], namespace)
+        parsed, rest = super().parse_known_args([with_home(word) for word in words], namespace)
+        values = vars(parsed)
+        for action in self._actions:
+            value = values.get(action.dest)
+            if callable(value) and value is action.default:
+                values[action.dest] = value(parsed)
+            elif takes_path(action) and is_url(value):
+                name = "/".join(action.option_strings) or action.dest
+                self.error(f"{name} {value}: give a local path, as no URL is read or written")
+        return parsed, rest
 
     def error(self, message: str):
         raise InputError(f"{message} (--help lists the flags)")
@@ -83,6 +97,17 @@ def with_home(word: str) -> str:
     if flag.startswith("--") and value.startswith("~"):
         return f"{flag}={os.path.expanduser(value)}"
     return word
+
+
+def takes_path(action: argparse.Action) -> bool:
+    """Whether its value is a path: a Path, a FILE, a DIR, or the value of --...-dir."""
+    is_path = action.type is Path or action.metavar in ("FILE", "DIR")
+    return is_path or action.dest.endswith("_dir")
+
+
+def is_url(value) -> bool:
+    """Such as s3://bucket/run, which would become a local folder s3:; a Path drops the second /."""
+    return re.match(r"[A-Za-z][\w.+-]+:/", str(value)) is not None
 
 
 def whole_number(text: str, low: int, high: float = math.inf) -> int:
@@ -152,5 +177,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=positive_int, metavar="STEPS", help="also save within an epoch")
     add = parser.add_argument_group("output").add_argument
     add("--log-dir", metavar="DIR", help="folder of the run; if not given, a new one in runs/")
-    add("--log-interval", type=positive_int, default=10, help="check loss and stop every N steps")
+    add(
+        "--log-interval",
+        type=positive_int,
+        default=10,
+        help="check loss and stop every N steps or 5 s",
+    )
     add("--log-seconds", type=non_negative_float, default=10, help="print a line every N seconds")

@@ -4,6 +4,7 @@ All ranks call the functions of this file that gather or share tensors.
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,6 +46,7 @@ class WholeModel:
 class WholeOptimizer:
     """The state_dict of the optimizer of a sharded model, as that of a model that is whole.
 
+    It is on the CPU of rank 0.
     Its options, such as the rate and `foreach`, are those of this run, not of the checkpoint.
     """
 
@@ -80,8 +82,12 @@ def as_whole(groups: list[dict]) -> list[dict]:
 
 
 def gather(value):
-    """A DTensor as a whole tensor on the CPU; anything else as it is."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+    """A DTensor as a whole tensor on the CPU of rank 0; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    # Else a machine holds it once for each of its ranks.
+    return whole.cpu() if dist.get_rank() == 0 else None
 
 
 def share_of(value, weight: DTensor):

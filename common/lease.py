@@ -16,6 +16,8 @@ from common.errors import InputError, show
 
 # Seconds without a touch after which a file counts as left behind.
 EXPIRES = 30
+# A function for each folder that hold() holds
+to_release = []
 
 
 def hold(folder: Path) -> None:
@@ -38,7 +40,13 @@ def hold(folder: Path) -> None:
             f"cannot write to {folder} ({error.strerror}): choose another --log-dir"
         ) from error
     # Unlike atexit, this also works in a process of mp.spawn.
-    multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0)
+    to_release.append(multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0))
+
+
+def release_all() -> None:
+    """Release what hold() holds now: a notebook's process goes on after a run."""
+    while to_release:
+        to_release.pop()()
 
 
 def release(lease: SoftFileLease) -> None:

@@ -1,5 +1,6 @@
 """What rank 0 prints and writes: a progress bar or lines, results.jsonl, TensorBoard events."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from common import results
-from common.errors import InputError, show
+from common.errors import InputError, in_one_line, show
 from common.position import Position
 
 
@@ -60,6 +61,21 @@ class Log:
             self._begin_results(config)
             lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
         show("\n".join(lines))
+        if self.folder is not None:
+            self._find_tensorboard()
+
+    def _find_tensorboard(self):
+        """Import it, if it is installed. It may be broken: it needs protobuf and NumPy."""
+        self.writer_class = None
+        if not importlib.util.find_spec("tensorboard"):
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        # Their versions may not fit each other, which can raise anything.
+        except Exception as error:
+            show(f"warning: no TensorBoard events, as it cannot be imported: {in_one_line(error)}")
+            return
+        self.writer_class = SummaryWriter
 
     def _begin_results(self, config):
         event = {
@@ -154,7 +170,11 @@ class Log:
         """Print `line` and the speed of training, and log the results `train` and `val`."""
         if self.quiet:
             return
-        epochs = f"epoch {self.position.epochs_done:.4g}/{self.position.epochs:.4g}"
+        epochs = f"epoch {self.position.epochs_done:.4g}"
+        if self.position.max_steps is None:
+            epochs += f"/{self.position.epochs}"
+        else:
+            epochs += f", step {self.position.steps}/{self.position.max_steps}"
         rate = self.speed[f"perf/{self.unit}_per_sec"]
         data_wait = self.speed["perf/data_wait"]
         show(f"{epochs}: {line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait")
@@ -187,13 +207,10 @@ class Log:
             self.warned = True
 
     def _write_scalars(self, figures):
+        if self.writer_class is None:
+            return
         if self.writer is None:
-            # Imported late, to take the first step sooner.
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                return
-            self.writer = SummaryWriter(self.folder, purge_step=self.position.steps)
+            self.writer = self.writer_class(self.folder, purge_step=self.position.steps)
         for name, value in figures.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, self.position.steps)

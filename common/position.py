@@ -21,23 +21,32 @@ class Position:
         eval_every: int | None = None,
     ):
         self.sampler = sampler
+        self.epochs = epochs
         self.max_steps = max_steps
         self.eval_every = eval_every
-        # The length of the run in epochs. With max_steps it may end within one.
-        self.epochs = epochs if max_steps is None else self._epochs_of(max_steps)
         self.epoch = 0
         self.samples = 0
         self.steps = 0
         self.evaluated_at = 0  # the steps at the last evaluation
 
-    def _epochs_of(self, steps):
-        whole, rest = divmod(steps, self.sampler.steps_per_epoch)
-        return whole + rest * self.sampler.global_batch / self.sampler.length
-
     @property
     def epochs_done(self) -> float:
         """The epochs done so far."""
         return self.epoch + self.samples / self.sampler.length
+
+    def share_done(self, after: float = 0) -> float:
+        """The share of the run that is done, from 0 to 1, not counting its first `after` epochs.
+
+        It counts samples or, with max_steps, steps: so it ends at 1 also for a run that goes on
+        with another global batch.
+        """
+        if self.max_steps is None:
+            return (self.epochs_done - after) / (self.epochs - after)
+        if self.steps == 0:
+            return 0
+        # The steps of those epochs, at the mean batch so far.
+        steps_before = after * self.steps / self.epochs_done
+        return (self.steps - steps_before) / (self.max_steps - steps_before)
 
     @property
     def over(self) -> bool:
@@ -115,9 +124,20 @@ class Position:
             self.record_evaluation()
 
 
-def seed_step(seed: int, position: Position, device: torch.device, rank: int = 0) -> None:
-    """Seed what this rank draws in its next step, such as dropout, by seed, position and rank."""
+def seed_step(
+    seed: int,
+    position: Position,
+    device: torch.device,
+    rank: int = 0,
+    all_devices: bool = False,
+) -> None:
+    """Seed what this rank draws in its next step, such as dropout, by seed, position and rank.
+
+    It draws on the CPU, and on the current device of the type of `device`, or on all of them.
+    """
     step_seed = seed_of(seed, position.epoch, position.samples, rank)
     torch.default_generator.manual_seed(step_seed)  # 1 us; torch.manual_seed takes 200 us
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(step_seed)
+        module = torch.get_device_module(device)
+        seed_it = module.manual_seed_all if all_devices else module.manual_seed
+        seed_it(step_seed)

@@ -1,5 +1,6 @@
 """What a run has beside its training: a folder, a log, checkpoints, and how it ends."""
 
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -8,9 +9,13 @@ import torch
 from common import checkpoint, devices, lease
 from common.flags import MAY_CHANGE
 from common.log import Log, new_folder
+from common.metrics import Best
 from common.process import launch, profiler
 from common.process.signals import StopSignal
 from common.process.watchdog import Watchdog, flight_recorder
+
+# A launcher waits 30 s and more after it asked a run to stop.
+CHECK_AFTER = 5
 
 
 class Run:
@@ -61,6 +66,8 @@ class Run:
         # what a checkpoint holds of them: for a state that no rank can hold as a whole.
         self.save_shards = None
         self.stop = StopSignal()
+        self.log_interval = args.log_interval
+        self.checkpoint_every = args.checkpoint_every
         # Before the watchdog ends a rank, the rank writes its last collectives.
         recorder = flight_recorder(args.log_dir, rank, world_size, device)
         self.watchdog = Watchdog(args.timeout, before_end=recorder)
@@ -74,7 +81,8 @@ class Run:
             state,
             {} if only_weights else self.config,
             MAY_CHANGE | set(may_change),
-            optional,
+            # A checkpoint of an older version has no metadata.
+            {"metadata", *optional},
             all_reduce,
             read,
         )
@@ -85,9 +93,19 @@ class Run:
         batch = f"batch {sampler.batch_size} per process, {sampler.global_batch} global"
         place = f"world size {world_size} | {devices.describe(device)}"
         setup = f"{args.dataset}: {strategy} | {place} | {batch} | lr {lr:g}"
-        self.log.start(self.config, [setup, *lines, *found.lines(self.position)])
+        found_lines = found.lines(None if only_weights else self.position)
+        if self.writes:
+            found_lines += self._warn_if_no_best()
+        self.log.start(self.config, [setup, *lines, *found_lines])
         if self.position.over and not only_weights:
             self.log.say("nothing left to do: the run has had its --epochs or --max-steps")
+
+    def _warn_if_no_best(self):
+        """A line for the log: a run that goes on in a new folder may never have a best.pt there."""
+        best = self.state.get("best")
+        if not isinstance(best, Best) or best.value is None or (self.folder / "best.pt").exists():
+            return []
+        return [f"best.pt comes with a result better than {best.value:.4g}, the best so far"]
 
     def batches(self, loader: Iterable) -> Iterator:
         """Yield the batches of `loader`, for training: timed, and traced with --profile.
@@ -101,6 +119,8 @@ class Run:
             path = self.folder / f"trace-{self.position.steps}.json.gz"
             batches = profiler.trace(batches, path)
         self.log.begin()
+        self.checked_at = self.position.steps
+        self.checked_when = time.perf_counter()
         try:
             for batch in batches:
                 yield batch
@@ -108,6 +128,29 @@ class Run:
         finally:
             # Also where the loop is left before its end.
             self.log.end(self.watchdog.waited)
+
+    def check_due(self) -> bool:
+        """Whether all ranks look at their loss now, and agree whether to stop. All get the same.
+
+        It is every --log-interval steps, and more often where these take longer than CHECK_AFTER
+        seconds. Before a save of --checkpoint-every, too; then `save_due` is true.
+        """
+        position = self.position
+        steps = position.steps - self.checked_at
+        now = time.perf_counter()
+        seconds = now - self.checked_when
+        if self.all_reduce:
+            # The clocks of the ranks differ. They have agreed on this.
+            slow = steps * self.stop.seconds_per_step > CHECK_AFTER
+        else:
+            slow = seconds > CHECK_AFTER
+        self.save_due = position.multiple_of(self.checkpoint_every)
+        if not (slow or self.save_due or position.multiple_of(self.log_interval)):
+            return False
+        self.stop.seconds_per_step = seconds / steps
+        self.checked_at = position.steps
+        self.checked_when = now
+        return True
 
     def save(self, is_best: bool = False) -> None:
         """Save `state` in the folder; all ranks make this call, and wait until it is there."""

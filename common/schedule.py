@@ -3,6 +3,7 @@
 import math
 
 from common.errors import InputError
+from common.position import Position
 
 
 def per_process(batch_size: int, global_batch_size: int | None, parts: int = 1) -> int:
@@ -33,25 +34,25 @@ def lr_factor(rule: str, processes: int, global_batch_size: int | None = None) -
 
 
 class WarmupCosine:
-    """Sets the rate of each parameter group of `optimizer`, as a function of the epochs done.
+    """Sets the rate of each parameter group of `optimizer`, as a function of the position of a run.
 
     The present rate of a group is its highest. The rates rise linearly in `warmup_epochs`, that of
-    the first group from `start_lr`, and then fall along half a cosine to 0 at `epochs`.
+    the first group from `start_lr`, and then fall along half a cosine to 0 at the end of the run.
     """
 
-    def __init__(self, optimizer, epochs: float, warmup_epochs: float, start_lr: float):
+    def __init__(self, optimizer, warmup_epochs: float, start_lr: float):
         self.optimizer = optimizer
         self.peaks = [group["lr"] for group in optimizer.param_groups]
-        self.epochs = epochs
         self.warmup_epochs = warmup_epochs
         self.start = start_lr / self.peaks[0]
 
-    def factor(self, done: float) -> float:
-        """The factor of the highest rates, from 0 to 1, after `done` epochs."""
+    def factor(self, position: Position) -> float:
+        """The factor of the highest rates, from 0 to 1, for the step at `position`."""
+        done = position.epochs_done
         if done < self.warmup_epochs:
             return self.start + (1 - self.start) * done / self.warmup_epochs
-        share = (done - self.warmup_epochs) / max(1e-9, self.epochs - self.warmup_epochs)
-        return 0.5 * (1 + math.cos(math.pi * min(1, share)))
+        share = position.share_done(after=self.warmup_epochs)
+        return 0.5 * (1 + math.cos(math.pi * share))
 
     @property
     def peak(self) -> float:
@@ -63,8 +64,19 @@ class WarmupCosine:
         """The present rate of the first group, for the log."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def set(self, done: float) -> None:
-        """Set the rates for the step after `done` epochs."""
-        factor = self.factor(done)
+    def set(self, position: Position) -> None:
+        """Set the rates for the step at `position`."""
+        factor = self.factor(position)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
+
+    def warn_if_short(self, position: Position) -> list[str]:
+        """A line for the log if the run at `position` ends before the rates fall."""
+        sampler = position.sampler
+        epochs = position.epochs_done + position.steps_left * sampler.global_batch / sampler.length
+        if epochs > self.warmup_epochs:
+            return []
+        return [
+            f"the rate only rises: the run has {epochs:.3g} epochs, and --warmup-epochs is "
+            f"{self.warmup_epochs:g}"
+        ]

@@ -1,33 +1,72 @@
 """--init-from: the weights of another file, to begin with."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from common.errors import InputError, in_one_line
+from common import checkpoint
+from common.errors import InputError
+from common.metadata import Metadata
+
+# DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
+PREFIXES = ("module.", "_orig_mod.")
+# What a download gives in place of a file, by its first bytes.
+NO_WEIGHTS = {
+    b"<": "it is a web page: download the file itself",
+    b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
+}
 
 
-def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """The weights by name in a file: a state_dict, safetensors, or a checkpoint of a recipe.
+def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """The weights by name in a file, and its metadata.
 
-    Raises InputError.
+    It is a state_dict, safetensors, or a checkpoint of a recipe. Raises InputError.
     """
+    metadata = {}
     try:
+        with open(path, "rb") as file:
+            begin = file.read(100).lstrip()
+        for magic, reason in NO_WEIGHTS.items():
+            if begin.startswith(magic):
+                raise InputError(reason)
         if Path(path).suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+            weights, metadata = read_safetensors(path)
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(weights, dict) and "format" in weights and "model" in weights:
+            metadata = weights.get("metadata", {})
+            weights = weights["model"]
+        if not is_state_dict(weights):
+            raise InputError("it is not a state_dict, a dict of tensors")
+    except ImportError as error:
+        raise InputError(f"--init-from {path}: pip install safetensors ({error})") from error
+    except (OSError, InputError) as error:
+        raise InputError(f"--init-from {path}: {checkpoint.reason_of(error)}") from error
+    # A file of others can raise anything.
     except Exception as error:
-        raise InputError(f"--init-from {path}: {in_one_line(error)}") from error
-    if isinstance(saved, dict) and "format" in saved and "model" in saved:
-        saved = saved["model"]
-    if not is_state_dict(saved):
-        raise InputError(f"--init-from {path}: it is not a state_dict, a dict of tensors")
-    # DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
-    for prefix in ("module.", "_orig_mod."):
-        torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, prefix)
-    return saved
+        raise InputError(
+            f"--init-from {path}: it is damaged, or holds more than tensors "
+            f"({type(error).__name__}): save a state_dict"
+        ) from error
+    return weights, metadata
+
+
+def read_safetensors(path: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """The weights and the metadata, which scripts/export.py writes as JSON."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    weights = load_file(path)
+    with safe_open(path, "pt") as file:
+        texts = file.metadata() or {}
+    metadata = {}
+    for name, text in texts.items():
+        # Others write other texts there.
+        with suppress(ValueError):
+            metadata[name] = json.loads(text)
+    return weights, metadata
 
 
 def is_state_dict(saved) -> bool:
@@ -37,16 +76,21 @@ def is_state_dict(saved) -> bool:
     )
 
 
-def init_from(path: str | None, model: torch.nn.Module, partial: bool = False) -> list[str]:
-    """Load the weights in the file `path`, if any, into `model`; return lines that say what it did.
+def init_from(args, model: torch.nn.Module, metadata: Metadata) -> list[str]:
+    """Load the weights of --init-from, if any, into `model`; return lines that say what it did.
 
-    With `partial`, weights that one of both lacks, or that have another shape, are left out, and
-    the line names them. Otherwise they raise InputError.
+    With --init-partial, weights that one of both lacks, or that have another shape, are left out,
+    and the line names them. Otherwise they raise InputError. A run that goes on from a checkpoint
+    has its weights there, and the file may be gone. `metadata` is that of the run.
     """
-    if path is None:
+    path = args.init_from
+    if path is None or checkpoint.exists(args.resume, args.log_dir):
         return []
-    weights = read_weights(path)
+    weights, metadata_of_file = read_weights(path)
     own = model.state_dict()
+    weights = {
+        name if name in own else without_prefixes(name): weight for name, weight in weights.items()
+    }
     fitting = {}
     left_out = []
     for name in sorted(own.keys() | weights.keys()):
@@ -60,11 +104,21 @@ def init_from(path: str | None, model: torch.nn.Module, partial: bool = False) -
             fitting[name] = weights[name]
     if not fitting:
         raise InputError(f"--init-from {path}: no weight in it fits the model")
-    if left_out and not partial:
+    if left_out and not args.init_partial:
         raise InputError(
             f"--init-from {path} does not fit the model: {', '.join(left_out)}; "
             "--init-partial leaves them out"
         )
     model.load_state_dict(fitting, strict=False)
     line = f"weights from {path}: {len(fitting)} of {len(own)} loaded"
-    return [f"{line}; left out: {', '.join(left_out)}" if left_out else line]
+    if left_out:
+        line += f"; left out: {', '.join(left_out)}"
+    differences = metadata.differences(metadata_of_file)
+    return [line, *(f"weights from {path}: {each}" for each in differences)]
+
+
+def without_prefixes(name: str) -> str:
+    """The name of a weight before its model was wrapped, perhaps more than once."""
+    while name.startswith(PREFIXES):
+        name = name.partition(".")[2]
+    return name

@@ -200,7 +200,7 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
         part = number % args.accumulate
         if part == 0:
             # Data, rates and random numbers depend on seed and position: a resume repeats them.
-            rates.set(position.epochs_done)
+            rates.set(position)
             # dist: each rank draws its own dropout.
             seed_step(args.seed, position, device, rank)
         ends_step = part == args.accumulate - 1
@@ -210,15 +210,14 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
         if not ends_step:
             continue
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -251,14 +250,15 @@ def connect(args):
     return device, rank, world_size
 
 
-def build(args, classes, device, world_size):
+def build(args, metadata, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
     networks.check(args, device)
+    classes = len(metadata["classes"])
     model = networks.build(args.model, args.image_size, classes).to(device)
     if args.sync_bn:
         # dist: statistics of the global batch.
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, metadata)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
@@ -283,10 +283,12 @@ def main():
     # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), dist.all_reduce, device)
     torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, train.dataset.classes, device, world_size)
+    metadata = jpegs.metadata(train.dataset)
+    model, optimizer, lines = build(args, metadata, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "correct5", "images")
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -297,13 +299,15 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": metadata,
     }
     if args.opt_level in ("O1", "O2"):
         # amp: to resume with their loss scale.
         state["amp"] = amp
     if args.evaluate:
         # Only the weights count, of whatever run.
-        state = {"model": state["model"], "position": position}
+        state = {"model": state["model"], "position": position, "metadata": metadata}
     lines.append(jpegs.origin(train.dataset, val.dataset))
     if args.accumulate > 1:
         batch_size = train.sampler.batch_size // args.accumulate

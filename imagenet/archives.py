@@ -27,11 +27,12 @@ from torchvision.datasets.folder import is_image_file
 from tqdm import tqdm
 
 from common import lease
-from common.errors import InputError, show
+from common.errors import InputError, in_one_line, show
 from common.files import write_atomically
+from images import folders
 
 # Of the index: another number, and it is made again.
-FORMAT = 1
+FORMAT = 2
 # Kaggle's zip, and the archives of image-net.org with their sizes in bytes.
 ZIP = "imagenet-object-localization-challenge.zip"
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -46,6 +47,9 @@ COMPRESSED = {
 }
 # A file in a zip begins with a header of this form, its name, and a field of any length.
 ZIP_HEADER = struct.Struct("<26x2H")
+# A zip ends with a record of this size that begins like this, and a comment.
+ZIP_END = b"PK\x05\x06"
+ZIP_END_SIZE = 22
 
 
 class Entry(NamedTuple):
@@ -61,9 +65,9 @@ class Entry(NamedTuple):
 class Archive:
     """The images of `split` (train or val) in an archive, in the order of folders.
 
-    `labels` is an int array, `classes` a list of names. `class_of` returns {stem of a file: its
-    class}, for archives without folders. The index is memory-mapped, and all processes share it.
-    Raises InputError.
+    `labels` is an int array, `classes` a list of names, and `left_out` says which files are no
+    images by their names. `class_of` returns {stem of a file: its class}, for archives without
+    folders. The index is memory-mapped, and all processes share it. Raises InputError.
     """
 
     def __init__(self, path: Path, split: str, class_of=None):
@@ -75,6 +79,7 @@ class Archive:
             index = make_index(path, split, self.stat, class_of)
         self.header, self.records = index
         self.classes = self.header["classes"]
+        self.left_out = self.header["left_out"]
 
     def __len__(self):
         return len(self.records)
@@ -174,7 +179,10 @@ class Archive:
 
 
 def find(folder: str) -> tuple[Archive, Archive] | None:
-    """The archives of train and val in `folder`; None if there are none. Raises InputError."""
+    """The archives of train and val in `folder`, of the same classes; None if there are none.
+
+    Raises InputError, or OSError for a folder that may not be entered.
+    """
     folder = Path(folder)
 
     def labels_of_devkit():
@@ -184,18 +192,31 @@ def find(folder: str) -> tuple[Archive, Archive] | None:
         return kaggle_classes(folder / ZIP)
 
     if (folder / ZIP).exists():
-        # First what is quick to find missing.
-        val = Archive(folder / ZIP, "val", labels_of_kaggle)
-        return Archive(folder / ZIP, "train"), val
+        paths = (folder / ZIP, folder / ZIP)
+        class_of = labels_of_kaggle
+    else:
+        paths = two_tars(folder)
+        class_of = labels_of_devkit
+    if paths is None:
+        return None
+    train_path, val_path = paths
+    # First what is quick to find missing.
+    val = Archive(val_path, "val", class_of)
+    train = Archive(train_path, "train")
+    folders.check_classes(train, val)
+    return train, val
+
+
+def two_tars(folder):
+    """The paths of the tars of train and val, or None; raises InputError if only one is there."""
     for names in ((TRAIN, VAL), ("train.tar", "val.tar")):
-        train_path, val_path = (folder / name for name in names)
-        if train_path.exists() and val_path.exists():
-            val = Archive(val_path, "val", labels_of_devkit)
-            return Archive(train_path, "train"), val
-        if train_path.exists():
-            raise InputError(f"{val_path} is missing, but {train_path} exists")
-        if val_path.exists():
-            raise InputError(f"{train_path} is missing, but {val_path} exists")
+        train, val = (folder / name for name in names)
+        if train.exists() and val.exists():
+            return train, val
+        if train.exists():
+            raise InputError(f"{val} is missing, but {train} exists")
+        if val.exists():
+            raise InputError(f"{train} is missing, but {val} exists")
     return None
 
 
@@ -217,32 +238,50 @@ def devkit_classes(folder):
             meta = devkit.extractfile(files["meta.mat"]).read()
             truth = devkit.extractfile(files["ILSVRC2012_validation_ground_truth.txt"]).read()
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
-    except (OSError, EOFError, KeyError, ValueError, tarfile.TarError, zlib.error) as error:
-        raise InputError(f"{paths[0]} is damaged ({error}): fetch it again") from error
-    names = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
-    return {
-        f"ILSVRC2012_val_{number:08}": names[int(label)]
-        for number, label in enumerate(truth.split(), 1)
-    }
+        names = dict(zip(synsets["ILSVRC2012_ID"].tolist(), synsets["WNID"].tolist(), strict=True))
+        return {
+            f"ILSVRC2012_val_{number:08}": names[int(label)]
+            for number, label in enumerate(truth.split(), 1)
+        }
+    # A damaged file can raise anything.
+    except Exception as error:
+        raise InputError(f"{paths[0]} is damaged ({in_one_line(error)}): fetch it again") from error
 
 
 def kaggle_classes(path):
-    """{stem of a validation image: its class}, from the CSV file in or beside Kaggle's zip."""
+    """{stem of a validation image: its class}, from the CSV file in or beside Kaggle's zip.
+
+    Raises InputError.
+    """
     name = "LOC_val_solution.csv"
     beside = path.with_name(name)
     try:
         if beside.exists():
-            text = beside.read_text()
+            place = beside
+            content = beside.read_bytes()
         else:
+            place = f"{path}:{name}"
             with zipfile.ZipFile(path) as archive:
-                text = archive.read(name).decode()
-    except (KeyError, OSError, zipfile.BadZipFile) as error:
+                content = archive.read(name)
+    # A damaged zip can raise anything.
+    except Exception as error:
         raise InputError(
-            f"{beside} is missing, which has the labels of validation, and {path} has none: "
-            "fetch it from the same page"
+            f"{place} cannot be read, which has the labels of validation ({in_one_line(error)}): "
+            f"fetch it from the same page, and put it beside {path}"
         ) from error
-    rows = csv.DictReader(io.StringIO(text))
-    return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
+    # Excel puts a byte order mark before it.
+    text = content.decode("utf-8-sig", errors="replace")
+    rows = csv.DictReader(io.StringIO(text), restval="")
+    classes = {}
+    try:
+        for row in rows:
+            classes[row["ImageId"]], *_ = row["PredictionString"].split()
+    except (KeyError, ValueError, csv.Error) as error:
+        raise InputError(
+            f"{place}, line {rows.line_num}: it needs the columns ImageId and PredictionString, "
+            "and a label in each row: fetch it again"
+        ) from error
+    return classes
 
 
 def is_zip(path):
@@ -262,9 +301,14 @@ def stat_of(path):
 def index_paths(path, split):
     """Where the index of an archive may be: beside it, or in the cache folder of this user."""
     name = f"{path.name}.{split}.index"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    beside = path.with_name(name)
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # In a container a user may have no home.
+    except RuntimeError:
+        return [beside]
     of_this_archive = blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
-    return path.with_name(name), cache / "imagenet-archives" / of_this_archive / name
+    return [beside, cache / "imagenet-archives" / of_this_archive / name]
 
 
 def usable_index(path, split, stat):
@@ -307,45 +351,55 @@ def record_type(longest):
 
 def make_index(path, split, stat, class_of):
     """Make the index of an archive, or wait for the process that does. Raises InputError."""
-    beside, in_cache = index_paths(path, split)
-    to = beside if os.access(path.parent, os.W_OK) else in_cache
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with lease.held(to.with_name(f".{to.name}.lock")):
-            if usable_index(path, split, stat) is None:
-                write_index(path, split, stat, class_of, to)
-    except OSError as error:
+    start = time.perf_counter()
+    content = None
+    for to in index_paths(path, split):
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with lease.held(to.with_name(f".{to.name}.lock")):
+                if usable_index(path, split, stat) is None:
+                    if content is None:
+                        content = index_of(path, split, stat, class_of)
+                    write_atomically(to, content)
+                    show(f"{to} is there after {time.perf_counter() - start:.1f} s")
+            break
+        # The folder may not be written, or its disk is full: the next place.
+        except OSError as error:
+            failed = error
+    else:
         raise InputError(
-            f"cannot write the index {to} ({error.strerror}): "
+            f"cannot write the index {to} ({failed.strerror}): "
             "set XDG_CACHE_HOME to a folder that can be written"
-        ) from error
+        ) from failed
     index = usable_index(path, split, stat)
     if index is None:
         raise InputError(f"{path} changes while its index is made: wait until it is complete")
     return index
 
 
-def write_index(path, split, stat, class_of, to):
-    """Find the images of an archive, and write the index `to`."""
+def index_of(path, split, stat, class_of) -> bytes:
+    """The index of an archive, a header and a record for each image. Raises InputError."""
     show(f"making the index of {path} for {split}, once ({stat[0] / 1e9:.2f} GB)")
-    start = time.perf_counter()
     with tqdm(total=stat[0], unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        images = images_in(path, split, bar)
+        images, others = images_in(path, split, bar)
     images = with_classes(images, path, class_of)
     images.sort(key=in_order_of_folders)
     classes = sorted({class_in(name) for name, _ in images})
+    for name in others:
+        if "/" in name and class_in(name) not in classes:
+            of_class = [each for each in others if class_in(each) == class_in(name)]
+            raise InputError(folders.no_images(f"{path}/{class_in(name)}", of_class))
     records = records_of(images, classes)
     header = {
         "format": FORMAT,
         "stat": stat,
         "classes": classes,
+        "left_out": folders.in_words(others),
         "longest": records["name"].itemsize,
         "crc": zlib.crc32(records),
         "fingerprint": zlib.crc32(b"\n".join(b"/" + name for name in records["name"].tolist())),
     }
-    write_atomically(to, json.dumps(header).encode() + b"\n" + records.tobytes())
-    seconds = time.perf_counter() - start
-    show(f"{to} has {len(images):,} images of {len(classes):,} classes, after {seconds:.1f} s")
+    return json.dumps(header).encode() + b"\n" + records.tobytes()
 
 
 def class_in(name):
@@ -372,26 +426,36 @@ def records_of(images, classes):
 
 
 def images_in(path, split, bar):
-    """[(name as in a folder of `split`, Entry)], without hidden folders. Raises InputError."""
+    """[(name as in a folder of `split`, Entry)] of the images, and the names of other files.
+
+    Hidden ones do not count. Raises InputError.
+    """
     # A tar is of one split, a zip has all.
     has_all_splits = is_zip(path)
     entries = zip_entries(path) if has_all_splits else tar_entries(path, bar)
-    found = []
+    images = {}
+    others = []
     for entry in entries:
-        name = posixpath.normpath(entry.name)
-        *folders, last = name.split("/")
-        of_split = split in folders or not has_all_splits
-        hidden = any(folder.startswith(".") for folder in folders)
-        if of_split and not hidden and is_image_file(last):
-            found.append((name, entry))
-    if not found:
-        raise InputError(f"{path} has no images for {split}: it needs {split}/<class>/*.JPEG")
+        name = posixpath.normpath(entry.name).lstrip("/")
+        of_split = split in name.split("/")[:-1] or not has_all_splits
+        if not of_split or folders.is_hidden(name):
+            continue
+        if is_image_file(name):
+            # Of two with this name the last one counts, as if they were unpacked.
+            images[name] = entry
+        else:
+            others.append(name)
+    if not images:
+        raise InputError(folders.no_images(f"{path} (for {split})", others))
     # Names begin with what was packed: train/, or a folder above it.
-    shared = posixpath.commonpath([posixpath.dirname(name) for name, _ in found])
-    if split in shared.split("/"):
-        start = shared.split("/").index(split) + 1
-        found = [("/".join(name.split("/")[start:]), entry) for name, entry in found]
-    return found
+    above = posixpath.commonpath([posixpath.dirname(name) for name in images]).split("/")
+    packed = ""
+    if split in above:
+        packed = "/".join(above[: above.index(split) + 1]) + "/"
+    return (
+        [(name.removeprefix(packed), entry) for name, entry in images.items()],
+        [name.removeprefix(packed) for name in others if name.startswith(packed)],
+    )
 
 
 def with_classes(images, path, class_of):
@@ -411,10 +475,21 @@ def with_classes(images, path, class_of):
 def zip_entries(path) -> Iterator[Entry]:
     """The files in a zip; an offset is that of the header. Raises InputError."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
-    except (OSError, zipfile.BadZipFile) as error:
+            comment = archive.comment
+            file.seek(max(0, os.path.getsize(path) - ZIP_END_SIZE - 2**16))
+            last = file.read()
+    # A damaged file can raise anything.
+    except Exception as error:
         raise InputError(f"{path}: {error}, or it was cut off: fetch it again") from error
+    start = min((info.header_offset for info in infos), default=0)
+    rest = last[last.rindex(ZIP_END) + ZIP_END_SIZE + len(comment) :]
+    if start > 0 or rest.strip(b"\0"):
+        raise InputError(
+            f"{path} has more before or behind the zip, perhaps another one, which would not be "
+            "read: pack all files into one zip"
+        )
     for info in infos:
         if info.is_dir():
             continue
@@ -449,19 +524,25 @@ def entries_between(file, start, end, path, bar):
     found = {}
     links = {}
     for member in members_between(file, start, end, path):
+        name = posixpath.normpath(member.name)
+        is_tar = name.lower().endswith(".tar") and not folders.is_hidden(name)
         if member.islnk():
-            links[member.name] = member.linkname
+            links[name] = member.linkname
         elif member.issym():
-            links[member.name] = posixpath.join(posixpath.dirname(member.name), member.linkname)
-        elif member.isreg() and member.name.endswith(".tar"):
+            links[name] = posixpath.join(posixpath.dirname(name), member.linkname)
+        elif member.issparse() or not member.isreg():
+            if (is_tar or is_image_file(name)) and not member.isdir():
+                raise InputError(
+                    f"{path}:{name} is a sparse or special file, and no range of bytes: "
+                    "pack it again, without --sparse"
+                )
+        elif is_tar:
             begin = member.offset_data
-            folder = member.name.removesuffix(".tar")
             for entry in entries_between(file, begin, begin + member.size, path, bar):
-                yield entry._replace(name=f"{folder}/{entry.name}")
-        elif member.isreg():
-            entry = Entry(member.name, member.offset_data, member.size)
-            found[posixpath.normpath(member.name)] = entry
-            yield entry
+                yield entry._replace(name=f"{name[:-4]}/{entry.name}")
+        else:
+            found[name] = Entry(name, member.offset_data, member.size)
+            yield found[name]
         bar.update(member.offset_data - bar.n)
     for name, target in links.items():
         file_of_link = found.get(posixpath.normpath(target))
@@ -488,6 +569,7 @@ def members_between(file, start, end, path):
             raise InputError(cut_off(path, missing))
         file.seek(offset)
         if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
+            require_zeros(file, end, path)
             return
         file.seek(offset)
         try:
@@ -500,10 +582,20 @@ def members_between(file, start, end, path):
             raise InputError(
                 f"{path} is damaged at offset {offset} ({error}): fetch it again"
             ) from error
-        missing = member.offset_data + member.size - end
-        if missing > 0 and member.isreg():
+        missing = tar.offset - end
+        if missing > 0:
             raise InputError(cut_off(path, missing))
         yield member
+
+
+def require_zeros(file, end, path):
+    """Raise InputError unless a file has nothing but zeros from where it is read up to `end`."""
+    while content := file.read(min(2**20, end - file.tell())):
+        if rest := content.lstrip(b"\0"):
+            raise InputError(
+                f"{path} has more behind the end of a tar, from offset {file.tell() - len(rest)} "
+                "on, which would not be read: join tars with tar --concatenate, not with cat"
+            )
 
 
 def cut_off(path, missing):

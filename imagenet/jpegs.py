@@ -6,23 +6,22 @@ until it is on the device. benchmarks/jpeg_loader.py measures the difference.
 """
 
 import functools
-import io
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 
 import archives  # beside this file
-import folders
 from common import devices, flags
 from common.data import EpochSampler, Seeded, TensorLoader
 from common.errors import InputError
+from common.metadata import Metadata
 from common.process.workers import data_loader
-from images import data
+from images import data, folders
+from images.decode import BadImage, decoded, open_image
 
 # uint8 images [batch, 3, size, size] as floats; the mean and deviation of the training images.
 normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -30,9 +29,19 @@ normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 
 def add_flags(parser):
     """Add the flags of reading images."""
+
+    def own_cores(args):
+        # --gpus is the number of processes, where the recipe starts them itself.
+        return devices.cores_per_process(vars(args).get("gpus"))
+
     add = parser.add_argument_group("images").add_argument
-    cores = len(devices.own_cores()) // max(1, torch.accelerator.device_count())
-    add("-j", "--workers", type=flags.non_negative_int, default=max(1, cores), help="of the loader")
+    add(
+        "-j",
+        "--workers",
+        type=flags.non_negative_int,
+        default=own_cores,
+        help="loader workers of a process; if not given, one per core that it has",
+    )
     add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")
     add("--image-size", type=flags.image_size, default=224, help="height and width in pixels")
 
@@ -41,7 +50,7 @@ def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str)
     """ImageNet, or your own images in the same layout: uint8 [3, size, size] and a label.
 
     They are in folders, or in archives (archives.find). Returns a Dataset for training and one for
-    validation, whose `classes` is the number of classes. With `synthetic`, 256 generated images
+    validation, whose `classes` are the names of the classes. With `synthetic`, 256 generated images
     are repeated to that length, to measure the model alone. Raises InputError for another layout.
     Source: O. Russakovsky et al., 2015.
     """
@@ -56,28 +65,34 @@ def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str)
 def find_files(folder):
     """The image files of training and validation, in folders if there are any, or in archives.
 
-    Raises InputError, and names the path, if a class is missing in one of them.
+    Raises InputError, and names the path.
     """
-    in_folders = Path(folder, "train").is_dir() or Path(folder, "val").is_dir()
-    found = None if in_folders else archives.find(folder)
-    train, val = found or folders.find(folder)
-    if only := set(train.classes) ^ set(val.classes):
-        one = min(only)
-        here, there = (train, val) if one in train.classes else (val, train)
+    try:
+        if Path(folder, "train").is_dir() or Path(folder, "val").is_dir():
+            return folders.find(folder)
+        found = archives.find(folder)
+    # It may not be entered.
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from error
+    if found is None:
         raise InputError(
-            f"{there.path}/{one} is missing, but {here.path}/{one} exists: "
-            f"the labels would differ ({len(only)} such classes)"
+            f"{folder}/train is missing: --data-dir needs a folder with train/<class>/*.jpg and "
+            "val/<class>/*.jpg, or with ImageNet's archives as they are "
+            "(https://image-net.org/download); or use --synthetic"
         )
-    return train, val
+    return found
+
+
+def metadata(train_set) -> Metadata:
+    """What the inputs and outputs of a model that is trained on this mean."""
+    return Metadata(classes=train_set.classes, mean=normalise.mean, std=normalise.std)
 
 
 def origin(train_set, val_set):
-    """A line that says where the images are."""
+    """Lines that say where the images are, and which files there are left out."""
     if isinstance(train_set, Repeated):
         return f"{len(train_set):,} generated images, of which {len(train_set.images)} differ"
-    return " and ".join(
-        f"{len(each):,} images in {each.files.path}" for each in (train_set, val_set)
-    )
+    return folders.origin(train_set.files, val_set.files)
 
 
 def loader(dataset, sampler, batch_size: int, workers: int, device: torch.device):
@@ -92,9 +107,9 @@ def loader(dataset, sampler, batch_size: int, workers: int, device: torch.device
 class Repeated(Dataset):
     """The images of a TensorDataset, repeated to `length`."""
 
-    classes = 1000  # of which ten occur
-
     def __init__(self, images, length):
+        # Of which ten occur.
+        self.classes = [str(number) for number in range(1000)]
         self.images = images
         self.length = length
 
@@ -122,7 +137,7 @@ class Images(Dataset):
 
     def __init__(self, files, size):
         self.files = files
-        self.classes = len(files.classes)
+        self.classes = files.classes
         self.size = size
 
     def fingerprint(self):
@@ -143,10 +158,8 @@ class Images(Dataset):
 
     def decode(self, index, crop, box_of):
         """`crop` of an image file, and its label; raises InputError, and names the file."""
-        try:
-            return crop(self.files.read(index), box_of), int(self.files.labels[index])
-        except BadImage as error:
-            raise InputError(f"{self.files.where(index)} {error}") from error
+        image = decoded(self.files, index, functools.partial(crop, box_of=box_of))
+        return image, int(self.files.labels[index])
 
 
 class TrainImages(Images):
@@ -199,31 +212,6 @@ def resize(image, height, width):
     """
     batch = image.unsqueeze(0)
     return F.interpolate(batch, size=(height, width), mode="bilinear", antialias=True)[0]
-
-
-class BadImage(ValueError):
-    """A file that cannot be used as an image: what is wrong with it, and what to do."""
-
-
-def open_image(content: bytes):
-    """Return the PIL image of the bytes of a file, in RGB; raises BadImage."""
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            image.load()
-    except Image.DecompressionBombError as error:
-        raise BadImage(f"has too many pixels: {error}") from error
-    except (OSError, SyntaxError, ValueError) as error:
-        raise BadImage(f"cannot be decoded ({error}): fetch it again, or leave it out") from error
-    if image.mode.startswith("I;16"):
-        # convert() would cut off all but the darkest 256 of 65,536 grey levels.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise BadImage(
-            f"has pixels of 32 bits (mode {image.mode}), whose range is not known: "
-            "convert it to 8 or 16 bits"
-        )
-    # convert() always copies.
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def pillow(content, box_of):

@@ -22,6 +22,7 @@ def download(folder: Path, files: list[str], fetch) -> None:
 
     if not missing():
         return
+    before = socket.getdefaulttimeout()
     # Seconds without a byte; the default is to wait for ever.
     socket.setdefaulttimeout(30)
     try:
@@ -36,6 +37,9 @@ def download(folder: Path, files: list[str], fetch) -> None:
             f"{folder / (missing() or files)[0]} is missing and the download failed ({reason}): "
             "copy the files there, or train on generated data with --synthetic"
         ) from error
+    finally:
+        # It is that of the whole process.
+        socket.setdefaulttimeout(before)
 
 
 def download_and_move(folder: Path, files: list[str], fetch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch.utils.data import TensorDataset
 
+from common.metadata import Metadata
 from images import data, models
 from images.download import download
 
@@ -17,6 +18,9 @@ FILES = [
 MODELS = {"convnet": models.ConvNet, "lenet": models.LeNet}
 # uint8 images [batch, 1, 28, 28] as floats; the mean and deviation of the training images.
 normalise = data.Normalise(mean=(0.1307,), std=(0.3081,))
+METADATA = Metadata(
+    classes=[str(digit) for digit in range(10)], mean=normalise.mean, std=normalise.std
+)
 
 
 def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:

@@ -130,20 +130,20 @@ def train_to_evaluation(args, run, train, step, sums, rates, device):
     for batch in run.batches(train.loader):
         images, labels = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
-        seed_step(args.seed, position, device)
+        rates.set(position)
+        # dist: on all GPUs.
+        seed_step(args.seed, position, device, all_devices=True)
         step(images, labels)
         # Python counts this; the step is only what the device does.
         sums.add(images=len(labels))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             figures = averages(sums.total())
             run.log.step(figures | {"lr": rates.current})
             # SIGTERM or SIGUSR1 came. main() saves.
             if run.stop.requested:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -153,7 +153,7 @@ def train_to_evaluation(args, run, train, step, sums, rates, device):
 def build(args, device, gpus):
     """Return the model, its optimizer, and lines for the log."""
     model = digits.build(args.model).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, digits.METADATA)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile and len(gpus) > 1:
@@ -178,14 +178,21 @@ def main():
     launch.check_world_size(1)
     device = devices.pick(args.device)
     devices.tune(device)
+    if device.type != "cpu":
+        # What names no device, such as a seed, is for this one.
+        torch.accelerator.set_device_index(device.index)
     train, val = load_data(args, device)
     # dist: all take part.
     gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []
+    if ":" in args.device:
+        # dist: only the one that --device names.
+        gpus = [device.index]
     torch.manual_seed(args.seed)
     model, optimizer, lines = build(args, device, gpus)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -196,6 +203,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": digits.METADATA,
     }
     strategy = f"DataParallel, {len(gpus)} GPUs"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.

@@ -124,7 +124,8 @@ def make_step(model, optimizer, sums):
     return step
 
 
-@torch.inference_mode()
+# fsdp: not inference_mode, as gathered weights share their memory with those of training.
+@torch.no_grad()
 def evaluate(args, model, val, device, watchdog):
     """Return the averages over the whole validation set, each sample once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
@@ -158,22 +159,21 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         images, labels = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(images, labels)
         # Python counts this; the step is only what the device does.
         sums.add(images=len(labels))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -206,11 +206,12 @@ def connect(args):
 def build(args, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
     model = digits.build(args.model).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, digits.METADATA)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        devices.compile_model(model)
+        # fsdp: no CUDA graphs, as the gathered weights lie elsewhere in each step.
+        devices.compile_model(model, cuda_graphs=False)
     # fsdp: it refuses NHWC weights; the images stay NHWC.
     model.to(memory_format=torch.contiguous_format)
     # fsdp: else it takes the GPU, also with --device cpu.
@@ -252,7 +253,8 @@ def main():
     model, optimizer, lines = build(args, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -263,6 +265,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": digits.METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(

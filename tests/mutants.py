@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         "ranks that do not wait for a save",
         "common/run.py",
-        {"        if self.all_reduce:\n": "        if False:\n"},
+        {"            self.all_reduce(nothing)\n": "            pass\n"},
         "tests/common/test_run.py::test_a_save_may_take_longer_than_a_step",
     ),
     Mutant(
@@ -363,7 +363,7 @@ MUTANTS = [
     Mutant(
         "a rank that stops alone",
         "common/process/signals.py",
-        {"self.agreed = both[-1].item() > 0": "self.agreed = self.requested"},
+        {"self.agreed = requests > 0": "self.agreed = self.requested"},
         "tests/common/process/test_signals.py::test_all_ranks_agree_to_stop_if_one_was_asked",
     ),
     Mutant(
@@ -475,6 +475,30 @@ MUTANTS = [
         "tests/imagenet/test_archives.py::test_the_index_is_made_again",
     ),
     Mutant(
+        "a joined tar of which the first part is read",
+        "imagenet/archives.py",
+        {"            require_zeros(file, end, path)\n": ""},
+        "tests/imagenet/test_archives.py::test_what_is_behind_the_end_of_a_tar",
+    ),
+    Mutant(
+        "one class of all images",
+        "images/folders.py",
+        {"    if len(train.classes) < 2:\n": "    if len(train.classes) < 1:\n"},
+        "tests/images/test_folders.py::test_one_class",
+    ),
+    Mutant(
+        "transparent pixels without a background",
+        "images/decode.py",
+        {"    if image.has_transparency_data:\n": "    if False:\n"},
+        "tests/images/test_decode.py::test_a_picture_in_the_alpha_channel_is_seen",
+    ),
+    Mutant(
+        "an image of any format",
+        "images/decode.py",
+        {", formats=FORMATS)": ")"},
+        "tests/images/test_decode.py::test_no_program_is_started_on_an_image",
+    ),
+    Mutant(
         "a doctor that finds no rank slow",
         "scripts/doctor.py",
         {"SLOW = 1.25\n": "SLOW = 12.5\n"},
@@ -491,6 +515,24 @@ MUTANTS = [
         "README.md",
         {"diff mnist/single.py mnist/ddp_launch.py\n": "diff mnist/single.py mnist/ddp.py\n"},
         f"{SECTION}[README.md Distributed training recipes for PyTorch]",
+    ),
+    Mutant(
+        "a column of no deviation that is divided by it",
+        "examples/regression.py",
+        {"np.where(std > 0, std, np.inf)": "std"},
+        "tests/examples/test_examples.py::test_a_table_with_constant_and_large_columns",
+    ),
+    Mutant(
+        "a URL that is a folder",
+        "common/flags.py",
+        {"elif takes_path(action) and is_url(value):": "elif False:"},
+        "tests/common/test_flags.py::test_a_path_is_no_url",
+    ),
+    Mutant(
+        "the cores of a container that each process has",
+        "common/devices.py",
+        {"set(own) < set(own_cores(os.getppid()))": "len(own) < os.cpu_count()"},
+        "tests/common/test_devices.py::test_cores_of_a_process",
     ),
     # On a cluster.
     Mutant(

@@ -1,9 +1,11 @@
 """How a recipe is started by a launcher, and how it ends: in one line."""
 
 import atexit
+import faulthandler
 import functools
 import io
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from common import lease
 from common.errors import InputError, RunError
 from common.process import signals
 from common.process.parent import RANKS, die_with_parent
@@ -50,6 +53,17 @@ CAUSES = (
     (RunError, ("DataLoader worker (pid",), "a loader worker has ended"),
     (
         InputError,
+        ("Expected more than 1 value per channel when training",),
+        "BatchNorm needs more than one value per channel: take a larger --batch-size or image",
+    ),
+    (
+        RunError,
+        ("out of memory. Tried to allocate", "not enough memory: you tried to allocate"),
+        "the device has too little memory: lower --batch-size, and keep the global batch with more "
+        "processes or, in imagenet/, with --accumulate",
+    ),
+    (
+        InputError,
         ("Duplicate GPU detected",),
         "two processes of this machine have the same GPU: start fewer, let each see one of its "
         "own, or use --device cpu",
@@ -62,9 +76,14 @@ def plain_exits():
     """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
 
     SIGUSR2 prints the stacks of all threads. A process that a launcher started ends with it, and
-    ends with the block: no code after it runs.
+    ends with the block: no code after it runs. If the script runs within other code, such as a
+    notebook or a profiler, that goes on afterwards, and finds the process as it was.
     """
     die_with_parent()
+    if within_other_code():
+        with given_back():
+            yield
+        return
     end_at_once(signal.SIGTERM)
     # Under nohup SIGINT is ignored, and stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -80,6 +99,34 @@ def plain_exits():
         end_with_a_line(explained(error))
     if launched_rank() is not None:
         end_rank()
+
+
+def within_other_code() -> bool:
+    """Whether the script that calls plain_exits() was itself started by other Python code."""
+    frame = sys._getframe()
+    callers = []
+    while frame:
+        # `python -m` is runpy, and a with block contextlib.
+        if frame.f_globals.get("__name__") not in (__name__, "contextlib", "runpy"):
+            callers.append(frame)
+        frame = frame.f_back
+    return len(callers) > 1 and multiprocessing.parent_process() is None
+
+
+@contextmanager
+def given_back():
+    """Give the process back as it was: its signal handlers, no watchdog, no folder in use."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    except Exception as error:
+        end_with_a_line(explained(error))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        lease.release_all()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def end_with_a_line(error: InputError | RunError) -> None:
@@ -172,7 +219,7 @@ def explained(error: Exception) -> InputError | RunError:
     if isinstance(error, InputError | RunError):
         return type(error)(said)
     for kind, words, meaning in CAUSES:
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
+        if isinstance(error, RuntimeError | ValueError) and any(w in str(error) for w in words):
             return kind(f"{meaning} ({said})")
     tell_torchrun(said, py_callstack="".join(traceback.format_exception(error)))
     raise error

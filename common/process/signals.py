@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import math
 import os
 import signal
 import sys
@@ -69,6 +70,8 @@ class StopSignal:
         self.requested = False
         self.agreed = False
         self.listening = False
+        # Seconds of a step: of this rank, and after all ranks agreed, the mean over them.
+        self.seconds_per_step = math.inf
 
     def listen(self) -> None:
         """From now on they do not end this process. Before the first step nothing is to be saved.
@@ -90,14 +93,17 @@ class StopSignal:
         """`all_reduce`, in which each rank also tells the others whether it was asked to stop.
 
         `all_reduce` adds up a tensor over all ranks in place, and so does what this returns. Every
-        rank then has the same value of `agreed`.
+        rank then has the same values of `agreed` and `seconds_per_step`.
         """
 
-        def all_reduce_with_flag(values: torch.Tensor) -> None:
-            flag = values.new_full((1,), float(self.requested))
-            both = torch.cat([values, flag])
-            all_reduce(both)
-            values.copy_(both[:-1])
-            self.agreed = both[-1].item() > 0
+        def all_reduce_with_more(values: torch.Tensor) -> None:
+            own = (float(self.requested), self.seconds_per_step, 1.0)
+            # The device fills them in: a copy of a list would wait for it.
+            everything = torch.cat([values, *(values.new_full((1,), number) for number in own)])
+            all_reduce(everything)
+            values.copy_(everything[:-3])
+            requests, seconds, ranks = everything[-3:].tolist()
+            self.agreed = requests > 0
+            self.seconds_per_step = seconds / ranks
 
-        return all_reduce_with_flag
+        return all_reduce_with_more

@@ -90,6 +90,15 @@ class QuietBatchSampler(BatchSampler):
         return iter(()) if self.quiet else super().__iter__()
 
 
+def sent_by_the_rank() -> bool:
+    """Wait for SIGTERM; return whether this worker's rank sent it."""
+    if hasattr(signal, "sigwaitinfo"):
+        return signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
+    # macOS does not say who did.
+    signal.sigwait({signal.SIGTERM})
+    return True
+
+
 def begin_worker(_) -> None:
     """Let SIGTERM end a worker only if its rank sent it, and SIGUSR1 not at all.
 
@@ -98,7 +107,7 @@ def begin_worker(_) -> None:
     """
 
     def wait_for_the_rank():
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        while not sent_by_the_rank():
             pass
         os._exit(0)
 

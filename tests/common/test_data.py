@@ -250,3 +250,14 @@ def test_any_batch_moves_as_it_is():
     assert moved["pair"].rest[0].is_meta
     assert moved["pair"].rest[1] == "name"
     assert moved["count"] == 3
+
+
+def test_copies_that_do_not_wait(monkeypatch):
+    """Only where it is safe: to Apple's GPUs memory may change before it is read."""
+    copies = []
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda _, device, non_blocking: copies.append((device, non_blocking))
+    )
+    for device in ("cuda", "mps", "cpu"):
+        to_device(torch.ones(1), torch.device(device))
+    assert [non_blocking for _, non_blocking in copies] == [True, False, False]

@@ -1,5 +1,6 @@
 """The device of each process, and the memory format of a model."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -57,3 +58,57 @@ def test_a_process_that_sees_only_its_own_device(monkeypatch):
         devices.pick("auto", local_rank=1, local_world_size=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert devices.pick("auto", local_rank=1, local_world_size=2) == torch.device("cuda", 0)
+
+
+# (cores of the process, cores of the one that started it, variables, number): on 64 cores.
+PLACES = {
+    "no launcher": (64, 64, {}, 64),
+    "srun binds each of 4 tasks to 8 cores": (8, 64, {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 8),
+    "srun, and a shell in between": (8, 8, {"SLURM_STEP_TASKS_PER_NODE": "4"}, 8),
+    "srun binds nothing": (64, 64, {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, 16),
+    "torchrun": (64, 64, {"LOCAL_WORLD_SIZE": "4"}, 16),
+    "torchrun in a container of 8 cores": (8, 8, {"LOCAL_WORLD_SIZE": "4"}, 2),
+    "torchrun and scripts/pin.sh": (16, 64, {"LOCAL_WORLD_SIZE": "4"}, 16),
+    "torchrun in a task of srun": (
+        32,
+        32,
+        {
+            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+            "LOCAL_WORLD_SIZE": "4",
+            "TORCHELASTIC_RUN_ID": "1",
+        },
+        8,
+    ),
+    "srun, with the variables of torchrun": (
+        8,
+        8,
+        {"SLURM_STEP_TASKS_PER_NODE": "4", "LOCAL_WORLD_SIZE": "4"},
+        8,
+    ),
+    "horovodrun": (64, 64, {"HOROVOD_LOCAL_SIZE": "2"}, 32),
+    "mpirun --bind-to none": (32, 32, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8),
+    "mpirun binds to a core": (1, 64, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1),
+    "mpirun binds two to each socket": (32, 64, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 16),
+    "more processes than cores": (2, 2, {"LOCAL_WORLD_SIZE": "4"}, 1),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_cores_of_a_process(place, monkeypatch):
+    own, of_parent, variables, number = PLACES[place]
+    for name in ("TORCHELASTIC_RUN_ID", *devices.LOCAL_SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cores = {0: list(range(own)), os.getppid(): list(range(of_parent))}
+    monkeypatch.setattr(devices, "own_cores", lambda process=0: cores[process])
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert devices.cores_per_process() == number
+
+
+def test_cores_of_a_process_of_mp_spawn(monkeypatch):
+    """Its parent asks: it has the cores of its task, and no process is bound."""
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setattr(devices, "own_cores", lambda process=0: list(range(32)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert devices.cores_per_process(4) == 8

@@ -1,10 +1,12 @@
 """Flags on the command line."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from common import flags
+from common.errors import InputError
 
 pytestmark = pytest.mark.check
 
@@ -14,3 +16,54 @@ def test_a_flag_may_have_an_underscore(monkeypatch):
     parser.add_argument("--my_flag", type=int)
     monkeypatch.setattr(sys, "argv", ["script", "--my_flag", "3"])
     assert parser.parse_args().my_flag == 3
+
+
+@pytest.fixture
+def parser():
+    parser = flags.Parser("A script.")
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--table", metavar="FILE")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tracking", help="a URL")
+    parser.add_argument("--cores", type=int, default=double_batch)
+    parser.add_argument("--batch", type=int, default=2)
+    flags.add_run_flags(parser)
+    return parser
+
+
+def double_batch(args):
+    return 2 * args.batch
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--log-dir s3://bucket/run",
+        "--log-dir=s3://bucket/run",
+        "--data-dir gs://bucket",
+        "--table https://host/a.csv",
+        "--out hdfs://a/b",
+        "--resume s3://bucket/last.pt",
+        "--init-from https://host/model.pth",
+    ],
+)
+def test_a_path_is_no_url(words, parser):
+    """It would become a local folder s3:."""
+    with pytest.raises(InputError, match="give a local path") as raised:
+        parser.parse_args(words.split())
+    assert str(raised.value).startswith(words.replace("=", " ").partition("://")[0])
+
+
+def test_what_is_no_url(parser):
+    """A name with a colon, and the URL of a flag that takes no path."""
+    words = "--log-dir runs/at-12:30 --out a:b --tracking http://host"
+    args = parser.parse_args(words.split())
+    assert args.log_dir == "runs/at-12:30"
+    assert args.tracking == "http://host"
+
+
+def test_a_default_may_be_a_function_of_the_other_flags(parser):
+    assert parser.parse_args([]).cores == 4
+    assert parser.parse_args(["--batch", "3"]).cores == 6
+    assert parser.parse_args(["--batch", "3", "--cores", "1"]).cores == 1
+    assert "double_batch" not in parser.format_help()

@@ -1,7 +1,7 @@
-"""What rank 0 logs, on a disk that fills up."""
+"""What rank 0 logs: on a disk that fills up, and where TensorBoard is broken."""
 
 import pytest
-from launch import on_small_disk, run
+from launch import evaluations, on_small_disk, run
 from recipes import ROOT
 
 from common import results
@@ -19,6 +19,7 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
         "folder = Path('disk')\n"
         "position = Position(EpochSampler(100, 1), epochs=1)\n"
         "log = Log(folder, position)\n"
+        "log.start({}, [])\n"
         "for step in range(60):\n"
         "    if step == 20:\n"
         "        filler = open('disk/filler', 'wb', buffering=0)\n"
@@ -33,7 +34,8 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
     said = run(on_small_disk("python script.py", tmp_path, "600k", "disk"), tmp_path)
     assert said.count("warning: no results are written") == 1
     assert "Traceback" not in said
-    steps = [event["step"] for event in results.read(tmp_path / "copy" / "results.jsonl")]
+    events = results.read(tmp_path / "copy" / "results.jsonl")
+    steps = [event["step"] for event in events if event["event"] == "step"]
     assert steps[:20] == list(range(1, 21))
     assert steps[-20:] == list(range(41, 61))
     accumulator = pytest.importorskip(
@@ -41,3 +43,16 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
     ).EventAccumulator(str(tmp_path / "copy"))
     accumulator.Reload()
     assert accumulator.Scalars("train/loss")[-1].step == 60
+
+
+@pytest.mark.parametrize("error", ["TypeError('other protobuf')", "AttributeError('np.bool8')"])
+def test_a_tensorboard_of_other_versions(error, tmp_path):
+    """It is said once, before training, which goes on: tensorboard 6808 and 5708."""
+    package = tmp_path / "broken" / "tensorboard"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"raise {error}\n")
+    command = f"python {ROOT}/mnist/single.py --synthetic 320 --model lenet --device cpu"
+    said = run(f"{command} --epochs 2 --log-dir log", tmp_path, PYTHONPATH=str(tmp_path / "broken"))
+    assert said.count("no TensorBoard events") == 1
+    assert said.index("no TensorBoard events") < said.index("epoch 1/2")
+    assert len(evaluations(tmp_path / "log")) == 2

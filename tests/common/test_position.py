@@ -125,3 +125,73 @@ def test_random_state_is_a_function_of_position_and_rank():
     found = [drawn(*place) for place in places]
     assert len(set(found)) == len(places)
     assert [drawn(*place) for place in places] == found
+
+
+PIECE = st.tuples(st.integers(1, 40), st.integers(1, 4), st.floats(0, 1))
+RUNS = st.sampled_from([{"epochs": 2}, {"epochs": 1, "max_steps": 25}])
+
+
+def train_in_pieces(pieces, lengths, run, eval_every):
+    """Train each piece (batch, processes, share of the steps left) on data of its length.
+
+    Yields (epoch, the indices of a step, over all ranks), until the run is over.
+    """
+    saved = None
+    for (batch, world_size, share), length in zip(pieces, lengths, strict=True):
+        batch = min(batch, length // world_size)
+        ranks = [EpochSampler(length, batch, rank, world_size) for rank in range(world_size)]
+        position = Position(ranks[0], eval_every=eval_every, **run)
+        if saved:
+            position.load_state_dict(saved)
+        stop_at = position.steps + int(share * max(0, position.steps_left))
+        while not position.over:
+            steps = position.steps_to_evaluation
+            for rank in ranks:
+                rank.set_epoch(position.epoch, position.samples, steps)
+                assert len(rank) == steps * batch
+            shares = [torch.tensor(list(rank), dtype=torch.int64).split(batch) for rank in ranks]
+            for number in range(steps):
+                yield position.epoch, torch.cat([share[number] for share in shares]).tolist()
+                position.advance()
+                if position.steps == stop_at:
+                    break
+            if position.steps == stop_at and share < 1:
+                break
+            position.record_evaluation()
+        saved = position.state_dict()
+
+
+@given(
+    length=st.integers(40, 300),
+    pieces=st.lists(PIECE, max_size=3),
+    run=RUNS,
+    eval_every=st.none() | st.integers(1, 30),
+)
+def test_no_sample_twice_and_none_lost(length, pieces, run, eval_every):
+    """Within an epoch of a run that goes on with other batches, on other processes."""
+    pieces = [*pieces, (8, 1, 1.0)]
+    used = {}
+    for epoch, indices in train_in_pieces(pieces, len(pieces) * [length], run, eval_every):
+        used.setdefault(epoch, []).extend(indices)
+    largest = max(min(batch, length // size) * size for batch, size, _ in pieces)
+    for epoch, indices in used.items():
+        assert len(set(indices)) == len(indices)
+        if epoch < max(used):
+            assert len(indices) > length - largest
+
+
+@given(
+    lengths=st.lists(st.integers(4, 300), min_size=3, max_size=3),
+    pieces=st.lists(PIECE, min_size=2, max_size=2),
+    run=RUNS,
+    eval_every=st.none() | st.integers(1, 30),
+)
+def test_a_data_set_of_another_length(lengths, pieces, run, eval_every):
+    """A run goes on, to its end, on data that has become less or more."""
+    number = 0
+    for epoch, indices in train_in_pieces([*pieces, (4, 1, 1.0)], lengths, run, eval_every):
+        number += 1
+        assert len(set(indices)) == len(indices)
+        assert epoch < 25
+    if "max_steps" in run:
+        assert number == run["max_steps"]

@@ -243,7 +243,7 @@ class Reader:
             output = self.run(command)
         assert len(re.findall(rf"[|:] world size {world_size(command)}\b", output)) == 1, output
         assert re.search(
-            r"epoch [\d.]+/|nothing left to do|doctor: all is well|val images: ", output
+            r"epoch [\d.]+[/,]|nothing left to do|doctor: all is well|val images: ", output
         ), output
 
     def run(self, command, status=0):

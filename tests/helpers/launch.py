@@ -219,8 +219,8 @@ def random_seed():
     return seed
 
 
-def checkpoint(folder):
-    return torch.load(Path(folder) / "last.pt", weights_only=True)
+def checkpoint(folder, name="last.pt"):
+    return torch.load(Path(folder) / name, weights_only=True)
 
 
 def place(saved):

@@ -4,7 +4,9 @@ import errno
 import io
 import os
 import pickle
+import pwd
 import re
+import subprocess
 import tarfile
 import tempfile
 import zipfile
@@ -22,7 +24,8 @@ from scipy.io import savemat
 import archives
 from common.data import EpochSampler
 from common.errors import InputError
-from imagenet import folders, jpegs
+from imagenet import jpegs
+from images import folders
 
 CLASSES = ["n01440764", "n01443537", "n02085620"]
 
@@ -259,6 +262,102 @@ def test_a_tar_that_was_cut_off_anywhere(tree, tmp_path):
     assert not list(tmp_path.glob("*.index"))
 
 
+@pytest.mark.check
+def test_what_is_behind_the_end_of_a_tar(tree, tmp_path):
+    """`cat a.tar b.tar` gives a tar that ends after the first one: it would be half of the images.
+
+    Zeros fill the last record, and may be more.
+    """
+    files = list(files_of(tree / "train").items())
+    pack(tmp_path / "a.tar", dict(files[:12]))
+    pack(tmp_path / "b.tar", dict(files[12:]))
+    a, b = ((tmp_path / name).read_bytes() for name in ("a.tar", "b.tar"))
+    for zeros, more in ((0, b), (0, b"text"), (2**21, b)):
+        joined = a + bytes(zeros) + more
+        (tmp_path / "train.tar").write_bytes(joined)
+        says = f"more behind the end of a tar, from offset {len(a) + zeros} on.* --concatenate"
+        with pytest.raises(InputError, match=says):
+            archives.Archive(tmp_path / "train.tar", "train")
+        pack(tmp_path / "train.tar", {"cat.tar": joined})
+        with pytest.raises(InputError, match="more behind the end of a tar"):
+            archives.Archive(tmp_path / "train.tar", "train")
+    (tmp_path / "more_zeros.tar").write_bytes(a + bytes(2**21 + 100))
+    assert len(archives.Archive(tmp_path / "more_zeros.tar", "train")) == 12
+    subprocess.run(["tar", "--concatenate", "--file=a.tar", "b.tar"], cwd=tmp_path, check=True)
+    assert len(archives.Archive(tmp_path / "a.tar", "train")) == 24
+
+
+@pytest.mark.check
+def test_the_last_of_two_files_with_one_name_counts(tree, tmp_path):
+    """`tar --append` and `--update` leave the old one in the archive."""
+    files = files_of(tree / "train")
+    pack(tmp_path / "train.tar", {**files, f"{CLASSES[0]}/1.JPEG": b"old"})
+    pack(tmp_path / "train.tar", {f"./{CLASSES[0]}/1.JPEG": b"new"}, "a")
+    found = archives.Archive(tmp_path / "train.tar", "train")
+    assert len(found) == 25
+    assert found.read(0) == b"new"
+
+
+@pytest.mark.check
+def test_a_sparse_file(tree, tmp_path):
+    """Its bytes are in pieces. Those of other files may be."""
+    for name in ("notes.txt", "cat/1.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with open(tmp_path / name, "wb") as file:
+            file.write(jpeg_of(tree))
+            file.truncate(2**20)
+    (tmp_path / "cat" / "2.jpg").write_bytes(jpeg_of(tree))
+    for form in ("gnu", "posix"):
+        command = f"tar --create --sparse --format={form} notes.txt"
+        subprocess.run(f"{command} cat/2.jpg > right.tar", shell=True, cwd=tmp_path, check=True)
+        found = archives.Archive(tmp_path / "right.tar", "train")
+        assert found.read(0) == jpeg_of(tree)
+        subprocess.run(f"{command} cat > wrong.tar", shell=True, cwd=tmp_path, check=True)
+        with pytest.raises(InputError, match=r"wrong.tar:cat/1.jpg is a sparse or special file"):
+            archives.Archive(tmp_path / "wrong.tar", "train")
+
+
+@pytest.mark.check
+def test_a_contiguous_file_is_a_file(tree, tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        member = tarfile.TarInfo("cat/1.jpg")
+        member.type = tarfile.CONTTYPE
+        member.size = len(jpeg_of(tree))
+        archive.addfile(member, io.BytesIO(jpeg_of(tree)))
+    assert archives.Archive(tmp_path / "train.tar", "train").read(0) == jpeg_of(tree)
+
+
+@pytest.mark.check
+def test_hidden_files_are_no_images(tree, tmp_path):
+    """macOS packs ._1.JPEG with each 1.JPEG, and ._cat.tar with cat.tar."""
+    of_mac = {f"{CLASSES[0]}/._1.JPEG": b"Mac", "._more.tar": b"Mac", "__MACOSX/._1.JPEG": b"Mac"}
+    pack(tmp_path / "train.tar", {**of_mac, **files_of(tree / "train")})
+    found = archives.Archive(tmp_path / "train.tar", "train")
+    assert len(found) == 24
+    assert found.left_out == ""
+
+
+@pytest.mark.check
+def test_files_with_other_endings_are_counted(tree, tmp_path):
+    """As in folders, and also when the index is there already."""
+    packed = {f"./train/{name}": b"" for name in (f"{CLASSES[0]}/a.avif", "labels.csv")}
+    pack(tmp_path / "train.tar", {**files_of(tree / "train", "./train/"), **packed, "README": b""})
+    for _ in range(2):
+        found = archives.Archive(tmp_path / "train.tar", "train")
+        assert found.left_out == "1 .csv, 1 .avif (such as 'labels.csv')"
+    pack(tmp_path / "wrong.tar", {**files_of(tree / "train"), "bird/1.jp2": b""})
+    with pytest.raises(InputError, match=r"wrong.tar/bird has no images, but 1 .jp2"):
+        archives.Archive(tmp_path / "wrong.tar", "train")
+
+
+def test_one_class(tree, tmp_path):
+    """A folder too many: each answer would be right."""
+    for split in ("train", "val"):
+        pack(tmp_path / f"{split}.tar", files_of(tree / split, f"{split}/images/"))
+    with pytest.raises(InputError, match=r"train.tar/images is the only class"):
+        archives.find(tmp_path)
+
+
 def jpeg_of(tree):
     return next((tree / "train" / CLASSES[0]).iterdir()).read_bytes()
 
@@ -360,6 +459,73 @@ def test_a_zip_that_was_cut_off(tree, tmp_path):
 
 
 @pytest.mark.check
+def test_what_is_around_a_zip(tree, tmp_path):
+    """`cat a.zip b.zip` gives a zip with the files of the second one."""
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    path = tmp_path / archives.ZIP
+    whole = path.read_bytes()
+    for content in (whole + whole, b"more" + whole, whole + b"more"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=f"{archives.ZIP} has more before or behind the zip"):
+            archives.find(tmp_path)
+    path.write_bytes(whole + bytes(512))
+    assert len(archives.find(tmp_path)[0]) == 24
+
+
+LABELS = "LOC_val_solution.csv"
+
+
+@pytest.fixture
+def labels(tree, tmp_path):
+    """The text of Kaggle's labels, which are in the archive in `tmp_path`."""
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    with zipfile.ZipFile(tmp_path / archives.ZIP) as archive:
+        return archive.read(LABELS).decode()
+
+
+@pytest.mark.check
+def test_labels_with_a_byte_order_mark(labels, tmp_path):
+    (tmp_path / LABELS).write_text(labels, encoding="utf-8-sig")
+    _, val = archives.find(tmp_path)
+    assert val.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: re.sub(",n.*", ",", text).encode(),
+        lambda text: re.sub(",n.*", "", text).encode(),
+        lambda text: text.replace("PredictionString", "label").encode(),
+        lambda text: text.replace("ImageId", "image").encode(),
+        lambda text: text.replace(",", ";").encode(),
+        lambda text: text.encode("utf-16"),
+        lambda _: bytes(range(256)),
+    ],
+    ids=["empty label", "no label", "no labels", "no names", "semicolons", "UTF-16", "binary"],
+)
+def test_labels_that_cannot_be_read(spoil, labels, tmp_path):
+    (tmp_path / LABELS).write_bytes(spoil(labels))
+    says = rf"{LABELS}, line \d: it needs the columns .* and a label in each row: fetch it again"
+    with pytest.raises(InputError, match=says):
+        archives.find(tmp_path)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("spoil", ["no labels", "a damaged zip"])
+def test_labels_that_are_missing(spoil, labels, tmp_path):
+    path = tmp_path / archives.ZIP
+    content = path.read_bytes()
+    if spoil == "no labels":
+        path.write_bytes(content.replace(LABELS.encode(), b"x" * len(LABELS)))
+    else:
+        path.write_bytes(content.replace(labels.encode(), b"x" * len(labels)))
+    says = f"{archives.ZIP}:{LABELS} cannot be read, which has the labels .* put it beside"
+    with pytest.raises(InputError, match=says):
+        archives.find(tmp_path)
+
+
+@pytest.mark.check
 def test_the_index_is_made_again(tree, tmp_path, capsys):
     """When the archive has changed, or the index is damaged, and not otherwise."""
     path = tmp_path / "train.tar"
@@ -380,7 +546,7 @@ def test_the_index_is_made_again(tree, tmp_path, capsys):
         b"",
         b"no index",
         whole[:-1],
-        whole.replace(b'"format": 1', b'"format": 0'),
+        whole.replace(b'"format": 2', b'"format": 1'),
         damaged,
     ):
         index.write_bytes(content)
@@ -405,6 +571,47 @@ def test_a_folder_that_may_not_be_written(public, tree, monkeypatch):
     assert as_nobody(public, archives.Archive, public / "train.tar", "train") == ""
     assert len(list((public / "cache").rglob("*.index"))) == 1
     assert not list(public.glob("*.index"))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("full", ["beside", "everywhere"])
+def test_a_full_disk(full, tree, tmp_path, monkeypatch):
+    """The index goes to the cache folder, and the advice is about that one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "packed" / "train.tar"
+    path.parent.mkdir()
+    pack(path, files_of(tree / "train"))
+    real = archives.write_atomically
+
+    def write(to, content):
+        if full == "everywhere" or to.parent == path.parent:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(to, content)
+
+    monkeypatch.setattr(archives, "write_atomically", write)
+    if full == "beside":
+        assert len(archives.Archive(path, "train")) == 24
+        assert len(list((tmp_path / "cache").rglob("*.index"))) == 1
+    else:
+        says = f"cannot write the index {tmp_path}/cache/.*No space left.*set XDG_CACHE_HOME"
+        with pytest.raises(InputError, match=says):
+            archives.Archive(path, "train")
+
+
+@pytest.mark.check
+def test_a_user_without_a_home(public, tree, monkeypatch):
+    """In a container, an archive needs no more than folders do."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
+    path = public / "train.tar"
+    pack(path, files_of(tree / "train"))
+    public.chmod(0o777)
+    assert as_nobody(public, archives.Archive, path, "train") == ""
+    (public / "train.tar.train.index").unlink()
+    public.chmod(0o755)
+    says = as_nobody(public, archives.Archive, path, "train")
+    assert re.fullmatch(r"InputError: cannot write the index .*: set XDG_CACHE_HOME to .*", says)
 
 
 @pytest.mark.check

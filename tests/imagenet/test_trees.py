@@ -1,97 +1,24 @@
-"""Folders of images: which files count, what is refused, and runs that read them."""
+"""Folders of images: what is refused, and runs that read them."""
 
 import os
 import re
 import shutil
 import signal
 
-import numpy as np
 import pytest
 from forked import ForkedJob, compute
 from launch import Job, as_nobody, free_port, refused_here, strategies
-from PIL import Image
 from recipes import ROOT
-from torchvision.datasets import ImageFolder
+from trees import make_tree
 
-from common.errors import InputError
-from imagenet import folders
+from imagenet import jpegs
 
 SINGLE = f"python {ROOT}/imagenet/single.py"
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """Two classes of four small images, for training and validation; return the folder."""
-    random = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            folder = tmp_path / "tree" / split / label
-            folder.mkdir(parents=True)
-            for number in range(4):
-                pixels = random.integers(0, 256, (40, 40, 3), np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return tmp_path / "tree"
-
-
-def test_hidden_folders_are_no_classes_and_no_images(tree):
-    shown = tree / "train" / "cat"
-    for hidden in (shown / ".ipynb_checkpoints", tree / "train" / ".thumbnails"):
-        hidden.mkdir()
-        shutil.copy(shown / "0.png", hidden)
-    train, val = folders.find(tree)
-    assert len(train) == len(val) == 8
-    assert train.classes == ["cat", "dog"]
-
-
-def test_a_tree_within_a_hidden_folder(tree):
-    moved = tree.rename(tree.parent / ".data")
-    train, _ = folders.find(moved)
-    assert len(train) == 8
-
-
-def test_a_link_that_leads_back(tmp_path):
-    """timm 334, fastai 2270: the images of a class would count forty times."""
-    for split in ("train", "val"):
-        folder = tmp_path / "tree" / split / "cat"
-        folder.mkdir(parents=True)
-        (folder / "1.png").touch()
-    (tmp_path / "tree" / "train" / "cat" / "again").symlink_to(".")
-    with pytest.raises(InputError, match="train/cat/again: Too many levels of symbolic links"):
-        folders.find(tmp_path / "tree")
-
-
-def test_the_order_of_images_is_that_of_torchvision(tree):
-    for name in ("b/9.png", "b/10.png", "a/1.PNG", "b.png"):
-        (tree / "train" / "dog" / name).parent.mkdir(exist_ok=True)
-        shutil.copy(tree / "train" / "dog" / "0.png", tree / "train" / "dog" / name)
-    found, _ = folders.find(tree)
-    usual = ImageFolder(tree / "train")
-    assert [os.fsdecode(path) for path in found.paths] == [path for path, _ in usual.samples]
-    assert found.labels.tolist() == usual.targets
-
-
-def test_a_large_tree_is_two_arrays(tree):
-    """Each worker would copy a Python object, as reading it writes its reference count."""
-    found, _ = folders.find(tree)
-    assert isinstance(found.paths, np.ndarray) and found.paths.dtype.kind == "S"
-    assert isinstance(found.labels, np.ndarray)
-
-
-@pytest.mark.parametrize("hidden", ["train/cat", "train/cat/more", "val"])
-def test_a_folder_that_may_not_be_listed(hidden, tree):
-    """Left out, its images would be missing on one machine, perhaps."""
-    (tree / "train" / "cat" / "more").mkdir()
-    shutil.copy(tree / "train" / "cat" / "0.png", tree / "train" / "cat" / "more")
-    assert as_nobody(tree, folders.find, ".") == ""
-    (tree / hidden).chmod(0)
-    says = as_nobody(tree, folders.find, ".")
-    assert says == f"InputError: {hidden}: Permission denied"
-
-
-def test_an_image_that_may_not_be_read(tree):
-    (tree / "train" / "cat" / "0.png").chmod(0)
-    says = as_nobody(tree, lambda: folders.find(".")[0].read(0))
-    assert says == "InputError: train/cat/0.png: Permission denied"
+    return make_tree(tmp_path / "tree")
 
 
 def flat(tree):
@@ -124,7 +51,7 @@ def empty_class(tree):
         (flat, ["val", "valprep.sh"]),
         (without("val/class3"), ["val/class3", "train/class3"]),
         (without("train/class3"), ["train/class3", "val/class3"]),
-        (without("val"), ["val", "--data-dir", "--synthetic"]),
+        (without("val"), ["val is missing", "--data-dir"]),
         (no_class, ["val"]),
         (empty_class, ["train", "class0"]),
     ],
@@ -140,6 +67,29 @@ def test_wrong_tree(spoil, says, tmp_path):
     line = refused_here("imagenet/single.py --data-dir tree --arch lenet -b 4", tmp_path)
     for part in (f"tree/{says[0]}", *says[1:]):
         assert part in line
+
+
+def test_no_data(tmp_path):
+    line = refused_here("imagenet/single.py --data-dir none --arch lenet -b 4", tmp_path)
+    for part in ("none/train is missing", "--data-dir", "--synthetic", "https://image-net.org"):
+        assert part in line
+
+
+def test_a_data_folder_that_may_not_be_entered(tree):
+    (tree / "closed").mkdir(mode=0)
+    says = as_nobody(tree, jpegs.find_files, "closed")
+    assert says == "InputError: closed/train: Permission denied"
+
+
+def test_the_log_names_what_is_left_out(tree, tmp_path):
+    """Once, by rank 0."""
+    (tree / "val" / "cat" / "more.avif").touch()
+    flags = f"--data-dir {tree} --arch lenet --image-size 32 -b 4 -j 0 --device cpu --dry-run"
+    command = f"torchrun --standalone --nproc-per-node=2 {ROOT}/imagenet/ddp_launch.py {flags}"
+    output = compute(command, tmp_path)
+    assert f"8 images in {tree}/train and 8 images in {tree}/val\n" in output
+    line = f"left out of {tree}/val: 1 .avif (such as 'cat/more.avif'); images are <class>/*.jpg"
+    assert output.count(line) == 1
 
 
 @pytest.mark.parametrize("loader_workers", [0, 2])

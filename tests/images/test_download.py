@@ -76,13 +76,6 @@ def md5(content):
     return hashlib.md5(content).hexdigest()
 
 
-@pytest.fixture(autouse=True)
-def default_timeout():
-    """A download sets the default socket timeout for its process; reset it for the other tests."""
-    yield
-    socket.setdefaulttimeout(None)
-
-
 @pytest.fixture(scope="module")
 def mnist_files(real_data):
     """The files that a mirror of MNIST has."""
@@ -153,14 +146,16 @@ def refused(dataset, folder):
 @pytest.mark.parametrize("dataset", LOAD)
 def test_spoiled(fault, dataset, request, tmp_path, monkeypatch):
     set_timeout = socket.setdefaulttimeout
+    # A user waits longer.
     monkeypatch.setattr(
-        socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds / 60)
-    )  # a user waits longer
+        socket, "setdefaulttimeout", lambda seconds: set_timeout(seconds and seconds / 60)
+    )
     with Server(request.getfixturevalue(dataset), fault) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
         line = refused(dataset, tmp_path / "data")
     assert fault != "stalled" or "timed out" in line
+    assert socket.getdefaulttimeout() is None, "it is as before"
 
 
 def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
@@ -183,6 +178,7 @@ def test_archive(cifar10, tmp_path, monkeypatch):
     assert (train.tensors[0].shape, val.tensors[0].shape) == ((100, 3, 32, 32), (20, 3, 32, 32))
     assert train.tensors[1].tolist() == list(range(10)) * 10
     assert files_in(tmp_path) == sorted(cifar.TRAIN_FILES + cifar.VAL_FILES)
+    assert socket.getdefaulttimeout() is None, "it is as before"
 
 
 def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):

@@ -111,8 +111,8 @@ def test_small_shared_memory(image, tmp_path):
         folder = tmp_path / "tree" / ("val" if number < 100 else "train") / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         os.link(tmp_path / "image.jpg", folder / f"{number}.jpg")
-    # 8 batches of 128 images of 3 x 224 x 224 bytes are 147 MiB.
-    flags = "--data-dir /tree --workers 4 --batch-size 128 --device cpu --arch resnet18"
+    # A batch of 512 images of 3 x 224 x 224 bytes is 73 MiB.
+    flags = "--data-dir /tree --workers 4 --batch-size 512 --device cpu --arch resnet18"
     options = ["--rm", "--network=none", f"--volume={tmp_path}/tree:/tree:ro", *LIMITS]
     cure = "give a container more (docker run --shm-size=8g; in Kubernetes an emptyDir"
     shown = podman(

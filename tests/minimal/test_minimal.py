@@ -288,8 +288,7 @@ def test_apex_on_a_pretended_gpu(processes, apex, data, tmp_path):
 
 @pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp_launch", 2)])
 def test_real_mnist(strategy, processes, real_data, tmp_path):
-    """With the defaults, which are three epochs."""
-    command = f"{command_of(strategy, processes)} --device cpu"
-    _, accuracies = train(command, real_data("mnist"), tmp_path)
-    assert len(accuracies) == 3
-    assert accuracies[-1] > 98.5
+    """With the defaults, but one epoch of three."""
+    command = f"{command_of(strategy, processes)} --device cpu --epochs 1"
+    _, (accuracy,) = train(command, real_data("mnist"), tmp_path)
+    assert accuracy > 97.5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked import compute, refused
 from launch import checkpoint, evaluations, largest_difference, need_horovod, run
-from recipes import DATASETS, RECIPES, ROOT, name_of, small
+from recipes import DATASETS, RECIPES, ROOT, STEP, changed_copy, name_of, small
 
 START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
 TWO = "torchrun --nproc-per-node=2"
@@ -141,10 +141,15 @@ def costs(recipe, cwd, **environment):
 
     The two lines that wait at each log interval, for the sums and for the stop flag, are left out.
     """
+    copy = changed_copy(cwd, f"{recipe.parent.name}/{recipe.name}", STEP, STEP)
+    run_of_copy = cwd / "common" / "run.py"
+    # A pretended GPU is slow.
+    text = run_of_copy.read_text().replace("CHECK_AFTER = 5\n", "CHECK_AFTER = float('inf')\n")
+    run_of_copy.write_text(text)
     one = recipe.name == "single.py"
     flags = f"--log-interval 5 --epochs 1 --lr 0.001 --synthetic {28 if one else 56} -b 2"
     flags += " -b 4" * (recipe.name == "dp.py")
-    _, steps = pretended(recipe, flags, cwd, gpus=1 if one else 2, **environment)
+    _, steps = pretended(copy / recipe.name, flags, cwd, gpus=1 if one else 2, **environment)
     at_intervals = ("metrics.py", "signals.py")
     for file in at_intervals:
         there = [line for _, lines in steps for line in lines if line.startswith(file)]
@@ -281,6 +286,24 @@ def test_horovod_without_nccl(tmp_path):
         ROOT / "mnist" / "hvd.py", "--synthetic", tmp_path, status=2, PRETENDED_NCCL="0"
     )
     assert "Horovod was built without NCCL: run scripts/install_horovod.sh" in printed
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda:1", 1)])
+def test_data_parallel_on_one_device(device, gpus, tmp_path):
+    """It takes all GPUs, or the one that is named."""
+    flags = f"--synthetic 320 --model lenet --dry-run --device {device}"
+    printed, _ = pretended(ROOT / "mnist" / "dp.py", flags, tmp_path)
+    assert f"DataParallel, {gpus} GPUs" in printed
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("cuda:1", 1), ("cuda", 0)])
+def test_seeds_are_for_the_device_of_the_run(device, gpu, tmp_path):
+    """torch.cuda.manual_seed() seeds the current device, which is 0 unless one says otherwise."""
+    step = "        print('current', torch.cuda.current_device())\n"
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, step + STEP)
+    flags = f"--synthetic 320 --model lenet --dry-run --device {device}"
+    printed, _ = pretended(copy / "single.py", flags, tmp_path)
+    assert f"current {gpu}\n" in printed
 
 
 def test_a_device_that_is_not_there(tmp_path):

@@ -49,6 +49,8 @@ def test_no_data_and_no_network(tmp_path, monkeypatch):
         ("--synthetic 0", ["--synthetic: 0"]),
         ("--log-dir /dev/null/log", ["/dev/null/log", os.strerror(20)]),
         ("--log-dir /proc/here", ["/proc/here"]),
+        ("--log-dir s3://bucket/run", ["--log-dir s3://bucket/run", "give a local path"]),
+        ("--data-dir gs://bucket", ["--data-dir gs://bucket", "give a local path"]),
         ("--seed 20000000000000", ["--seed: 20000000000000"]),
         ("--device xpu", ["0 xpu devices", "--device cpu"]),
         ("--device cuda:7", ["0 cuda devices", "--device cpu"]),

@@ -25,7 +25,7 @@ SECTIONS = [
 MORE_SECTIONS = {"add_to", "all_reduce", "averaged", "check_horovod", "connect", "start"}
 # The most lines of code in which a recipe may differ from the one it is read beside.
 BUDGETS = {
-    "dp.py": 12,
+    "dp.py": 15,
     "ddp_spawn.py": 75,
     "ddp_launch.py": 60,
     "hvd.py": 80,
@@ -137,7 +137,7 @@ IN_IMAGENET = {
     "ddp_launch.py": (4, 17),
     "ddp_spawn.py": (4, 16),
     "dp.py": (2, 4),
-    "fsdp.py": (3, 12),
+    "fsdp.py": (3, 13),
     "hvd.py": (4, 14),
 }
 
@@ -176,8 +176,8 @@ def test_common_knows_no_flags_and_ends_no_process():
     """Its files take values and raise; only what is about the life of a process ends one."""
     for path in (ROOT / "common").rglob("*.py"):
         text = path.read_text()
-        # It begins a run from the flags of flags.py.
-        if path.stem != "run":
+        # These two read the flags of flags.py.
+        if path.stem not in ("run", "weights"):
             assert not re.search(r"\bargs\.|getattr\(args", text), path
         if path.parent.name != "process" and path.stem != "lease":
             assert not re.search(r"\bsys\.exit|os\._exit|SystemExit", text), path

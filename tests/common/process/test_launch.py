@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from forked import refused
 from launch import one_line, run
 from recipes import ROOT
 
@@ -59,3 +60,83 @@ def test_a_number_of_threads_that_is_none(value, threads, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     launch.share_cores(2)
     assert chosen[-1] == threads
+
+
+CELLS = f"""
+import os, runpy, signal, sys, threading, time
+script = {str(ROOT / "mnist" / "single.py")!r}
+def run(*flags):
+    sys.argv = [script, "--synthetic", "640", "--model", "lenet", "--device", "cpu", *flags]
+    try:
+        runpy.run_path(script, run_name="__main__")
+        return 0
+    except SystemExit as end:
+        return end.code
+def interrupt():
+    while not os.path.exists("other/results.jsonl"):
+        time.sleep(0.1)
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGINT)
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+before = [signal.getsignal(number) for number in numbers]
+print("first", run("--epochs", "1", "--log-dir", "run"))
+print("second", run("--epochs", "2", "--log-dir", "run", "--resume", "auto"))
+print("wrong", run("--epochs", "0"))
+threading.Thread(target=interrupt, daemon=True).start()
+try:
+    # The watchdog of an interrupted run would end the process.
+    run("--epochs", "100000", "--log-dir", "other", "--timeout", "10")
+except KeyboardInterrupt:
+    print("interrupted")
+time.sleep(12)
+assert [signal.getsignal(number) for number in numbers] == before
+print("third", run("--epochs", "1", "--log-dir", "other", "--resume", "auto"))
+"""
+
+
+def test_cells_of_a_notebook(tmp_path):
+    """%run is runpy in a process that lives on: with the same folder again, and after Ctrl-C.
+
+    sos-notebook 261: the kernel died, with all its variables.
+    """
+    (tmp_path / "cells.py").write_text(CELLS)
+    said = run("python cells.py", tmp_path)
+    for line in ("first 0", "second 0", "wrong 2", "interrupted", "third 0"):
+        assert f"\n{line}\n" in f"\n{said}"
+
+
+@pytest.mark.parametrize("runner", ["-m cProfile -o profile", "host.py"])
+def test_code_after_a_rank(runner, tmp_path):
+    """A profiler, or a script, that runs a recipe under torchrun: it goes on afterwards."""
+    (tmp_path / "host.py").write_text(
+        "import runpy, sys\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    torchrun = "torchrun --standalone --nproc-per-node=1 --no-python"
+    flags = "--synthetic 320 --model lenet --device cpu --dry-run"
+    command = f"{torchrun} bash -c 'python {runner} {ROOT}/mnist/ddp_launch.py {flags}"
+    said = run(f"{command} && echo after'", tmp_path)
+    assert said.splitlines()[-1] == "after"
+    assert "profile" not in runner or (tmp_path / "profile").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower --batch"),
+        (RuntimeError("[enforce] not enough memory: you tried to allocate 9 bytes"), "lower --b"),
+        (ValueError("Expected more than 1 value per channel when training, got"), "a larger --b"),
+    ],
+)
+def test_causes_that_are_explained(error, says, monkeypatch, capfd):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), launch.plain_exits():
+        raise error
+    assert says in one_line(capfd.readouterr().err)
+
+
+def test_batch_norm_with_one_image(tmp_path):
+    flags = "-a resnet18 --image-size 32 -b 1 --synthetic 8 --device cpu --epochs 1 -j 0"
+    line = refused(f"python {ROOT}/imagenet/single.py {flags} --dry-run", tmp_path)
+    assert "BatchNorm needs more than one value per channel: take a larger --batch-size" in line

@@ -1,6 +1,8 @@
 """What loader workers need of the machine: a folder for their sockets, and open files."""
 
+import os
 import resource
+import signal
 
 import pytest
 import torch
@@ -34,3 +36,17 @@ def test_a_loader_opens_more_files_than_the_soft_limit():
     after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert after == min(1924, before[1])
+
+
+@pytest.mark.parametrize("system", ["Linux", "macOS"])
+def test_who_sent_sigterm(system, monkeypatch):
+    """Here the worker itself. macOS does not say who did, and then it counts as the rank."""
+    if system == "macOS":
+        monkeypatch.delattr(signal, "sigwaitinfo")
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(workers.sent_by_the_rank())
+    _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) == (system == "macOS")
