@@ -9,9 +9,7 @@ has other classes. Without --init-from all weights are random, and without --dat
 """
 
 import argparse
-import os
 import sys
-import zlib
 from pathlib import Path
 
 # So that Python finds the modules beside this file, and common/ beside its folder.
@@ -25,20 +23,20 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, Seeded, to_device
-from common.errors import InputError
+from common.metadata import Metadata
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
 from common.process import launch
 from common.process.workers import data_loader
-from common.ranks import require_same
+from common.ranks import fingerprint, require_same
 from common.run import Run
 from common.weights import init_from
+from images import folders
 from images.data import Normalise, generate
 
 # As in pretraining on ImageNet.
@@ -96,48 +94,40 @@ def parse_args():
 
 
 class Transformed(Dataset):
-    """`dataset`, a sequence of (image, label), with its images transformed."""
+    """`images`, a Dataset of (image, label), with its images transformed."""
 
-    def __init__(self, dataset, transform, classes):
-        self.dataset = dataset
+    def __init__(self, images, transform, classes):
+        self.images = images
         self.transform = transform
         self.classes = classes
 
     def __len__(self):
-        return len(self.dataset)
+        return len(self.images)
 
     def __getitem__(self, index):
         """uint8 [3, size, size] and its label."""
-        image, label = self.dataset[index]
+        image, label = self.images[index]
         return self.transform(image), label
 
     def fingerprint(self):
-        """What the ranks compare: a checksum of the names of the files, where there are some."""
-        if not isinstance(self.dataset, ImageFolder):
-            return len(self)
-        names = [os.fsencode(path) for path, _ in self.dataset.samples]
-        return zlib.crc32(b"\n".join(names))
+        """What the ranks compare."""
+        return fingerprint(self.images)
 
 
 def load(args):
     """Return a dataset for training and one for validation; raises InputError."""
     size = args.image_size
     if args.data_dir:
-        try:
-            sets = [ImageFolder(Path(args.data_dir, part)) for part in ("train", "val")]
-        except OSError as error:
-            raise InputError(f"--data-dir {args.data_dir}: {error}") from error
-        if sets[0].classes != sets[1].classes:
-            raise InputError(f"--data-dir {args.data_dir}: train/ and val/ have other classes")
-        classes = len(sets[0].classes)
+        sets = folders.find(args.data_dir)
+        classes = sets[0].classes
     else:
         sets = generate(args.synthetic, channels=3, size=size, seed=args.seed)
-        classes = 10
+        classes = [str(number) for number in range(10)]
     crop = [v2.ToImage(), v2.RandomResizedCrop(size, scale=(0.5, 1)), v2.RandomHorizontalFlip()]
     whole = [v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)]
     return [
-        Transformed(dataset, v2.Compose([*steps, v2.ToPureTensor()]), classes)
-        for dataset, steps in zip(sets, (crop, whole), strict=True)
+        Transformed(images, v2.Compose([*steps, v2.ToPureTensor()]), classes)
+        for images, steps in zip(sets, (crop, whole), strict=True)
     ]
 
 
@@ -228,22 +218,21 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         images, labels = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(images, labels)
         # Python counts this; the step is only what the device does.
         sums.add(images=len(labels))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -273,10 +262,10 @@ def connect(args):
     return device, rank, world_size
 
 
-def build(args, classes, device, world_size):
+def build(args, metadata, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
-    model = resnet18(num_classes=classes).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    model = resnet18(num_classes=len(metadata["classes"])).to(device)
+    lines = init_from(args, model, metadata)
     # dist: before the wrapper, which would wait for the gradients of frozen weights.
     freeze(model)
     if args.channels_last:
@@ -317,10 +306,14 @@ def main():
     # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), dist.all_reduce, device)
     torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, train.dataset.classes, device, world_size)
+    metadata = Metadata(classes=train.dataset.classes, mean=normalise.mean, std=normalise.std)
+    model, optimizer, lines = build(args, metadata, device, world_size)
+    if args.data_dir:
+        lines.append(folders.origin(train.dataset.images, val.dataset.images))
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -331,6 +324,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": metadata,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(

@@ -7,6 +7,7 @@ Read it beside mnist/ddp_launch.py. A token is a byte of the text in UTF-8.
 """
 
 import argparse
+import codecs
 import math
 import sys
 from pathlib import Path
@@ -27,12 +28,15 @@ from torch.utils.data import TensorDataset
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError
+from common.metadata import Metadata
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
 from common.process import launch
 from common.ranks import require_same
 from common.run import Run
 from common.weights import init_from
+
+METADATA = Metadata(tokens="the bytes of a text in UTF-8")
 
 # dist: send gradients in 16 bits: half the bytes.
 COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -114,6 +118,14 @@ def load(args):
         text = Path(args.text).read_bytes() if args.text else generate(args.synthetic, args.seed)
     except OSError as error:
         raise InputError(f"--text {args.text}: {error.strerror}") from error
+    try:
+        # The file may end within a character.
+        codecs.getincrementaldecoder("utf-8")().decode(text)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"--text {args.text}: byte {error.start} is no UTF-8: convert it, such as with "
+            "iconv --from-code=UTF-16 --to-code=UTF-8"
+        ) from error
     tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
     val_tokens = len(tokens) // 10
     if val_tokens <= args.context:
@@ -127,6 +139,8 @@ class Transformer(nn.Module):
 
     def __init__(self, context, layers, width, dropout):
         super().__init__()
+        if width % 16:
+            raise InputError(f"--width {width}: give a multiple of 16, as a head has 16 channels")
         self.token = nn.Embedding(256, width)
         self.place = nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(
@@ -178,7 +192,8 @@ def load_data(args, device, rank, world_size):
 def averages(total):
     """Nats per token, perplexity (of a token), and bits per character, of all ranks."""
     loss = total["loss"] / total["tokens"]
-    bits = total["loss"] / math.log(2) / total["characters"]
+    # A character has up to four bytes: few tokens may begin none.
+    bits = total["loss"] / math.log(2) / max(1, total["characters"])
     return {"loss": loss, "perplexity": math.exp(min(loss, 100)), "bits_per_char": bits}
 
 
@@ -227,22 +242,21 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         (tokens,) = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(tokens)
         # Python counts this; the step is only what the device does.
         sums.add(tokens=predictions(tokens))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -275,7 +289,7 @@ def connect(args):
 def build(args, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
     model = Transformer(args.context, args.layers, args.width, args.dropout).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, METADATA)
     if args.compile:
         devices.compile_model(model)
     # dist: the global batch is world_size times larger.
@@ -310,7 +324,8 @@ def main():
     model, optimizer, lines = build(args, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "tokens", "characters")
     best = Best(lowest=True)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -321,6 +336,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(

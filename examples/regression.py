@@ -8,6 +8,7 @@ Read it beside mnist/ddp_launch.py.
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 # So that Python finds the modules beside this file, and common/ beside its folder.
@@ -24,7 +25,8 @@ from torch.utils.data import TensorDataset
 
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
-from common.errors import InputError
+from common.errors import InputError, in_one_line
+from common.metadata import Metadata
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
 from common.process import launch
@@ -34,6 +36,8 @@ from common.weights import init_from
 
 # dist: send gradients in 16 bits: half the bytes.
 COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+# A column whose values differ by a smaller share is constant but for rounding.
+ROUNDING = 1e-14
 
 
 def parse_args():
@@ -81,59 +85,114 @@ def parse_args():
 
 
 def read_table(path):
-    """The numbers in the file `path`, [rows, columns]; raises InputError."""
+    """The names of the columns in the file `path`, and its numbers, float64 [rows, columns].
+
+    Raises InputError.
+    """
     try:
         if path.endswith(".npy"):
-            table = np.load(path)
+            # Reads no pickle.
+            table = np.lib.format.open_memmap(path, mode="r")
+            names = []
         else:
-            table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
-        if table.ndim != 2 or table.shape[1] < 2 or not np.isfinite(table).all():
-            raise ValueError(f"finite numbers [rows, columns] are needed, not {table.shape}")
-        return torch.from_numpy(table).to(torch.get_default_dtype())
-    except (OSError, ValueError) as error:
+            with warnings.catch_warnings():
+                # numpy warns if there are no rows.
+                warnings.simplefilter("ignore")
+                # The names may be in any encoding.
+                table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2, encoding="latin-1")
+            with open(path, encoding="utf-8-sig", errors="replace") as file:
+                names = file.readline().strip().split(",")
+        # Also integers, but no text, and no complex numbers.
+        table = table.astype(np.float64, casting="same_kind")
+        if table.ndim != 2 or min(table.shape) < 2:
+            raise ValueError(f"its shape is {table.shape}")
+        wrong = np.argwhere(~np.isfinite(table))
+        if len(wrong):
+            row, column = wrong[0]
+            # As numpy counts them in its own errors.
+            raise ValueError(f"{table[row, column]} at row {row}, column {column + 1}")
+    except OSError as error:
         raise InputError(f"--table {path}: {error}") from error
+    # A file of others can raise anything.
+    except Exception as error:
+        raise InputError(
+            f"--table {path}: {in_one_line(error)}: give finite numbers, in a .csv with a line of "
+            "names and commas between them, or in a .npy [rows, columns]"
+        ) from error
+    # A name may have a comma in it, and a .npy has no names.
+    if len(names) != table.shape[1]:
+        names = numbered(table)
+    return names, table
+
+
+def numbered(table):
+    """Names for columns that have none."""
+    return [f"column {number + 1}" for number in range(table.shape[1])]
 
 
 def generate(rows, seed):
     """Ten features, of which five count, and a target (Friedman 1991, its first problem)."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(rows, 10, generator=generator)
-    noise = torch.randn(rows, generator=generator)
-    target = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
-    target += 10 * x[:, 3] + 5 * x[:, 4] + noise
-    return torch.cat((x, target[:, None]), dim=1)
+    random = np.random.default_rng(seed)
+    x = random.random((rows, 10))
+    target = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
+    target += 10 * x[:, 3] + 5 * x[:, 4] + random.normal(size=rows)
+    table = np.column_stack([x, target])
+    return numbered(table), table
 
 
 def load(args):
-    """Return a TensorDataset for training and one for validation: features [columns], target []."""
-    table = read_table(args.table) if args.table else generate(args.synthetic, args.seed)
+    """Return a TensorDataset for training and one for validation; both have the same Metadata.
+
+    A sample is features [columns] and a target [], standardised. Raises InputError.
+    """
+    names, table = read_table(args.table) if args.table else generate(args.synthetic, args.seed)
     val_count = len(table) // 5
     if val_count == 0:
         raise InputError(f"{len(table)} rows are too few: a fifth of them is for validation")
     # dist: the same on each rank, or they train on each other's validation rows.
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(args.seed))
-    val_rows, train_rows = table[order].split([val_count, len(table) - val_count])
-    return [
-        TensorDataset(rows[:, :-1].contiguous(), rows[:, -1].contiguous())
-        for rows in (train_rows, val_rows)
-    ]
+    val_rows, train_rows = np.split(table[order.numpy()], [val_count])
+    # numpy rounds less where the values lie side by side.
+    columns = np.ascontiguousarray(train_rows.T)
+    mean = columns.mean(axis=1)
+    std = columns.std(axis=1)
+    std[np.ptp(columns, axis=1) <= ROUNDING * abs(columns).max(axis=1)] = 0
+    if std[-1] == 0:
+        raise InputError(
+            f"the last column, the target, is {mean[-1]:g} in all training rows, so there is "
+            "nothing to learn: put the column to predict last"
+        )
+    metadata = Metadata(columns=names, mean=mean.tolist(), std=std.tolist())
+    return dataset_of(train_rows, metadata), dataset_of(val_rows, metadata)
+
+
+def standardised(rows, metadata):
+    """Rows of a table with mean 0 and deviation 1 in each column, or 0 in a constant one.
+
+    They may lack the target, for predictions: a prediction times std[-1] plus mean[-1] is in the
+    target's unit. In float64, as large values have no digits left in float32.
+    """
+    columns = rows.shape[1]
+    mean = np.array(metadata["mean"][:columns])
+    std = np.array(metadata["std"][:columns])
+    return (rows - mean) / np.where(std > 0, std, np.inf)
+
+
+def dataset_of(rows, metadata):
+    """A TensorDataset of features and target, standardised, with its Metadata."""
+    table = torch.from_numpy(standardised(rows, metadata)).to(torch.get_default_dtype())
+    dataset = TensorDataset(table[:, :-1].contiguous(), table[:, -1].contiguous())
+    dataset.metadata = metadata
+    return dataset
 
 
 class Network(nn.Module):
-    """Two hidden layers: features [batch, columns] to predictions [batch], in the target's unit.
+    """Two hidden layers: features [batch, columns] to predictions [batch], both standardised."""
 
-    It standardises both with the mean and deviation of `features` and `target`, which are buffers,
-    so that a checkpoint holds all that a prediction needs.
-    """
-
-    def __init__(self, features, target, width):
+    def __init__(self, columns, width):
         super().__init__()
-        self.register_buffer("mean", features.mean(dim=0))
-        self.register_buffer("std", features.std(dim=0).clamp_min(1e-12))
-        self.register_buffer("target_mean", target.mean())
-        self.register_buffer("target_std", target.std())
         self.layers = nn.Sequential(
-            nn.Linear(features.shape[1], width),
+            nn.Linear(columns, width),
             nn.ReLU(),
             nn.Linear(width, width),
             nn.ReLU(),
@@ -142,8 +201,7 @@ class Network(nn.Module):
         )
 
     def forward(self, features):
-        output = self.layers((features - self.mean) / self.std)
-        return output * self.target_std + self.target_mean
+        return self.layers(features)
 
 
 def load_data(args, device, rank, world_size):
@@ -171,7 +229,7 @@ def text(result):
     return f"rmse {result['rmse']:.4f} mae {result['mae']:.4f}"
 
 
-def make_step(model, optimizer, sums):
+def make_step(model, optimizer, sums, unit):
     """Return the function that trains on a batch: all that the device does in a step."""
 
     def step(features, target):
@@ -180,7 +238,8 @@ def make_step(model, optimizer, sums):
         loss = error.square().mean()
         loss.backward()
         optimizer.step()
-        error = error.detach()
+        # In float64, as the square of a large unit is too large for float32.
+        error = error.detach().double() * unit
         sums.add(loss=error.square().sum(), absolute=error.abs().sum())
 
     return step
@@ -194,9 +253,10 @@ def evaluate(args, model, val, device, watchdog):
         dist.broadcast(buffer, src=0)
     model.eval()
     sums = Sums(device, "loss", "absolute", "rows")
+    unit = val.dataset.metadata["std"][-1]
     for batch in watchdog.watch(val.loader):
         features, target = to_device(batch, device)
-        error = model(features) - target
+        error = (model(features) - target).double() * unit
         sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
         if args.dry_run:
             break
@@ -212,22 +272,21 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         features, target = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(features, target)
         # Python counts this; the step is only what the device does.
         sums.add(rows=len(target))
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -257,10 +316,15 @@ def connect(args):
     return device, rank, world_size
 
 
-def build(args, train_set, device, world_size):
+def build(args, metadata, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
-    model = Network(*train_set.tensors, args.width).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    columns = len(metadata["columns"]) - 1
+    model = Network(columns, args.width).to(device)
+    lines = init_from(args, model, metadata)
+    pairs = zip(metadata["columns"], metadata["std"], strict=True)
+    constant = ", ".join(name for name, std in pairs if std == 0)
+    if constant:
+        lines.append(f"constant in the training rows, so of no effect: {constant}")
     if args.compile:
         devices.compile_model(model)
     # dist: the global batch is world_size times larger.
@@ -288,10 +352,11 @@ def main():
     # dist: else machines with different files would train on them in silence.
     require_same((train.dataset, val.dataset), dist.all_reduce, device)
     torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, train.dataset, device, world_size)
+    model, optimizer, lines = build(args, train.dataset.metadata, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "absolute", "rows")
     best = Best(lowest=True)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -302,6 +367,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": train.dataset.metadata,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(
@@ -318,7 +385,9 @@ def main():
         # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
         all_reduce=dist.all_reduce,
     )
-    step = make_step(model, optimizer, sums)
+    # The figures are in the unit of the target.
+    unit = train.dataset.metadata["std"][-1]
+    step = make_step(model, optimizer, sums, unit)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)

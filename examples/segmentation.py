@@ -25,6 +25,8 @@ from torch.utils.data import Dataset
 
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, Seeded, to_device
+from common.errors import InputError
+from common.metadata import Metadata
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
 from common.process import launch
@@ -34,12 +36,14 @@ from common.run import Run
 from common.weights import init_from
 from images.data import Normalise
 
-CLASSES = 3  # background, disc, square
+NAMES = ["background", "disc", "square"]
+CLASSES = len(NAMES)
 # Pixels of this class count in no loss and no metric.
 IGNORED = 255
 # Most pixels are background.
 CLASS_WEIGHTS = (0.2, 1.0, 1.0)
 normalise = Normalise(mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+METADATA = Metadata(classes=NAMES, mean=normalise.mean, std=normalise.std)
 
 # dist: send gradients in 16 bits: half the bytes.
 COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -86,7 +90,8 @@ def parse_args():
 class Shapes(Dataset):
     """A sample is {"image": uint8 [3, size, size], "mask": int64 [size, size]}.
 
-    Here it is generated: a disc and a square on noise. Read your own files in `__getitem__`.
+    Here it is generated: a disc and a square on noise. Read your own files in `__getitem__`, an
+    image with open_image() of images/decode.py.
     """
 
     def __init__(self, length, size, seed, train):
@@ -143,6 +148,8 @@ class Network(nn.Module):
 
     def __init__(self, width):
         super().__init__()
+        if width % 4:
+            raise InputError(f"--width {width}: give a multiple of 4, the groups of GroupNorm")
         self.fine = block(3, width)
         self.coarse = nn.Sequential(nn.MaxPool2d(4), block(width, 2 * width))
         self.logits = nn.Conv2d(3 * width, CLASSES, kernel_size=1)
@@ -177,8 +184,8 @@ def confusion_of(logits, mask):
     """The pixels of each class (row) that are taken for each class (column): [C, C]."""
     known = mask != IGNORED
     pair = mask.where(known, 0) * CLASSES + logits.argmax(1)
-    # torch.bincount and mask[known] would wait for the GPU.
-    counts = torch.zeros(CLASSES**2, device=mask.device)
+    # torch.bincount and mask[known] would wait for the GPU. float32 cannot count above 2**24.
+    counts = torch.zeros(CLASSES**2, dtype=torch.int64, device=mask.device)
     counts.index_add_(0, pair.flatten(), known.flatten().to(counts.dtype))
     return counts.view(CLASSES, CLASSES)
 
@@ -208,8 +215,10 @@ def averages(total):
     both = confusion.diagonal()
     either = confusion.sum(dim=0) + confusion.sum(dim=1) - both
     # A class that does not occur, and is never predicted, has no IoU.
-    iou = (both / either)[either > 0].mean().item()
-    return {"loss": total["loss"] / total["weight"], "iou": iou}
+    there = either > 0
+    iou = (both / either)[there].sum().item() / max(1, there.sum().item())
+    # Without a known pixel the loss is 0, and so is the weight.
+    return {"loss": total["loss"] / (total["weight"] or 1), "iou": iou}
 
 
 def text(result):
@@ -228,7 +237,8 @@ def make_step(model, optimizer, sums, device, world_size):
         # weight of all ranks. The average over the ranks divides by world_size, too.
         total_weight = weight.clone()
         dist.all_reduce(total_weight)
-        (loss * world_size / total_weight).backward()
+        # Without a known pixel the loss is 0, and so is the weight.
+        (loss * world_size / total_weight.clamp_min(1e-9)).backward()
         optimizer.step()
         confusion = confusion_of(logits.detach(), masks)
         sums.add(loss=loss.detach(), weight=weight, confusion=confusion)
@@ -264,20 +274,19 @@ def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
     for batch in run.batches(train.loader):
         batch = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position.epochs_done)
+        rates.set(position)
         # dist: each rank draws its own dropout.
         seed_step(args.seed, position, device, rank)
         step(batch["image"], batch["mask"])
         position.advance()
-        save_due = position.multiple_of(args.checkpoint_every)
-        if save_due or position.multiple_of(args.log_interval):
+        if run.check_due():
             # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
             figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
             run.log.step(figures | {"lr": rates.current})
             # dist: so all ranks stop after the same step; else they wait for each other.
             if run.stop.agreed:
                 break
-            if save_due:
+            if run.save_due:
                 run.save()
         if args.dry_run:
             break
@@ -310,7 +319,7 @@ def connect(args):
 def build(args, device, world_size):
     """Return the model, its optimizer, and lines for the log."""
     model = Network(args.width).to(device)
-    lines = init_from(args.init_from, model, args.init_partial)
+    lines = init_from(args, model, METADATA)
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
@@ -343,7 +352,8 @@ def main():
     model, optimizer, lines = build(args, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, position.epochs, args.warmup_epochs, args.lr)
+    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
+    lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "weight", confusion=(CLASSES, CLASSES))
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
@@ -354,6 +364,8 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # So that who gets the checkpoint knows what its outputs mean.
+        "metadata": METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(

@@ -1,10 +1,18 @@
 """The examples: the same run on any number of processes and after a kill; what each shows."""
 
+import argparse
+
+import numpy as np
 import pytest
 import torch
-from forked import compute
+from forked import compute, refused
 from launch import assert_same, checkpoint, evaluations, largest_difference
+from PIL import Image
 from recipes import ROOT, STEP, changed_copy, in_float64
+from trees import make_tree
+
+from common.errors import InputError
+from examples import finetune, language_model, regression, segmentation
 
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 # Small runs of several steps per epoch and two epochs, with a global batch of 16
@@ -102,6 +110,155 @@ def test_defaults_learn(name, tmp_path):
     assert losses[-1] < bound * losses[0]
 
 
+def test_a_table_with_constant_and_large_columns(tmp_path):
+    """The error is that of the noise, and a checkpoint alone gives predictions in the unit.
+
+    scikit-learn 3722: a constant column has a deviation of 1e-15 by rounding; scholar 363: its
+    first other value, in validation, came through as it was.
+    """
+    random = np.random.default_rng(0)
+    x = random.normal(size=2000)
+    rare = np.zeros(2000)
+    # A row of the validation part.
+    rare[torch.randperm(2000, generator=torch.Generator().manual_seed(0))[5]] = 1
+    target = 1e12 + 3 * x + 0.1 * random.normal(size=2000)
+    table = np.column_stack([1.7e9 + x, np.full(2000, np.log(1e-5)), rare, target])
+    np.save(tmp_path / "table.npy", table)
+    script = ROOT / "examples" / "regression.py"
+    flags = "--table table.npy --device cpu --epochs 4 --log-dir log"
+    output = compute(f"{command(1, script)} {flags}", cwd=tmp_path)
+    assert "constant in the training rows, so of no effect: column 2, column 3\n" in output
+    assert evaluations(tmp_path / "log")[-1]["val/rmse"] < 0.3
+
+    metadata = checkpoint(tmp_path / "log")["metadata"]
+    model = regression.Network(columns=3, width=64)
+    model.load_state_dict(checkpoint(tmp_path / "log")["model"])
+    features = torch.from_numpy(regression.standardised(table[:, :3], metadata)).float()
+    with torch.inference_mode():
+        output = model(features).double().numpy()
+    error = output * metadata["std"][-1] + metadata["mean"][-1] - table[:, 3]
+    assert np.sqrt(np.square(error).mean()) < 0.3
+
+
+def test_a_run_on_another_table(tmp_path):
+    """Its weights are for the scale of the first one."""
+    table = np.random.default_rng(0).normal(size=(200, 3))
+    script = ROOT / "examples" / "regression.py"
+    flags = "--table table.npy --device cpu --log-dir log --resume auto --epochs"
+    np.save(tmp_path / "table.npy", table)
+    compute(f"{command(1, script)} {flags} 1", cwd=tmp_path)
+    np.save(tmp_path / "table.npy", 10 * table + 5)
+    line = refused(f"{command(1, script)} {flags} 2", tmp_path)
+    assert "of its mean number 0 is " in line
+
+
+def test_a_constant_target(tmp_path):
+    np.save(tmp_path / "table.npy", np.column_stack([np.arange(100), np.full(100, 14.62)]))
+    line = refused(f"{command(1, ROOT / 'examples/regression.py')} --table table.npy", tmp_path)
+    assert "the target, is 14.62 in all training rows" in line
+
+
+ROWS = "".join(f"{number},{number % 7},{2 * number}\n" for number in range(20))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+def test_a_csv_of_any_program(encoding, tmp_path):
+    (tmp_path / "table.csv").write_text(f"größe,b,y\n{ROWS}", encoding=encoding)
+    names, table = regression.read_table(str(tmp_path / "table.csv"))
+    assert names[1:] == ["b", "y"]
+    assert encoding == "latin-1" or names[0] == "größe"
+    assert table.dtype == np.float64
+    assert table[3].tolist() == [3, 3, 6]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "(0, 1)"),
+        ("a,b,y\n", "(0, 1)"),
+        (f"a,b,y\n{ROWS}1,,3\n", "'' to float64 at row 20, column 2"),
+        (f"a,b,y\n{ROWS}1,red,3\n", "'red' to float64 at row 20, column 2"),
+        (f"a,b,y\n{ROWS}1,nan,3\n", "nan at row 20, column 2"),
+        (f"a,b,y\n{ROWS}".replace(",", ";"), "'0;0;0' to float64"),
+        (f"a,b,y\n{ROWS}".encode("utf-16"), "at row 0, column 1"),
+        (np.array([[1, "red"]] * 20, dtype=object), "Python objects"),
+        (np.array([["1", "2"]] * 20), "Cannot cast"),
+        (np.ones((20, 2)) * 1j, "Cannot cast"),
+        (np.ones(20), "(20,)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_table(content, says, tmp_path):
+    path = tmp_path / "table.csv"
+    if isinstance(content, np.ndarray):
+        path = tmp_path / "table.npy"
+        np.save(path, content)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content)
+    with pytest.raises(InputError) as raised:
+        regression.read_table(str(path))
+    line = str(raised.value)
+    assert "\n" not in line
+    assert says in line
+    assert "give finite numbers, in a .csv" in line
+
+
+@pytest.mark.check
+def test_integers_keep_their_digits(tmp_path):
+    table = np.array([[1_700_000_000_000 + number, number] for number in range(20)])
+    np.save(tmp_path / "table.npy", table)
+    _, read = regression.read_table(str(tmp_path / "table.npy"))
+    assert (read == table).all()
+
+
+def test_images_without_a_known_pixel(tmp_path):
+    """As an image that nobody has labelled: its loss is 0, and the weights stay finite."""
+    line = "        mask = torch.from_numpy(mask)\n"
+    unknown = f"{line}        mask.fill_(IGNORED)\n"
+    folder = changed_copy(tmp_path, "examples/segmentation.py", line, unknown)
+    flags = f"{SIZES['segmentation']} {FLAGS} --max-steps 3 --log-dir log"
+    compute(f"{command(2, folder / 'segmentation.py')} {flags}", cwd=tmp_path)
+    assert all(value.isfinite().all() for value in checkpoint(tmp_path / "log")["model"].values())
+    (line,) = evaluations(tmp_path / "log")
+    assert (line["val/loss"], line["val/iou"]) == (0, 0)
+
+
+@pytest.mark.check
+def test_pixels_are_counted_in_integers():
+    """float32 stays at 2**24, which 64 images of 512x512 pixels have."""
+    logits = torch.rand(2, 3, 4, 4)
+    counts = segmentation.confusion_of(logits, torch.zeros(2, 4, 4).long())
+    assert not counts.is_floating_point()
+    assert counts.sum() == 32
+
+
+@pytest.mark.parametrize(("name", "width"), [("language_model", 8), ("segmentation", 6)])
+def test_a_width_that_has_no_whole_heads_or_groups(name, width, tmp_path):
+    script = ROOT / "examples" / f"{name}.py"
+    line = refused(f"{command(1, script)} --device cpu --width {width}", tmp_path)
+    assert f"--width {width}: give a multiple of" in line
+
+
+@pytest.mark.check
+def test_which_texts_are_read(tmp_path):
+    """One byte again and again, and one that ends within a character; but no UTF-16."""
+    load = language_model.load
+    path = tmp_path / "text"
+    args = argparse.Namespace(text=str(path), context=8)
+    for content in (b"a" * 500, "ä".encode() * 500 + b"\xc3", "\ufeffa\r\n".encode() * 100):
+        path.write_bytes(content)
+        train_set, _ = load(args)
+        assert train_set.tensors[0].shape[1] == 9
+    for content, says in (("a" * 500).encode("utf-16"), "byte 0 is no UTF-8"), (b"", "0 bytes"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=says):
+            load(args)
+
+
 def test_tokens_stay_integers(tmp_path):
     """The embedding would refuse others. Bits per character count characters, not bytes."""
     (tmp_path / "text").write_text("äöü€" * 3000)
@@ -132,3 +289,47 @@ def test_frozen_layers_stay_frozen_and_rates_stay_apart(tmp_path):
             assert torch.equal(value, before[name]) == frozen, name
     body, head = saved["optimizer"]["param_groups"]
     assert head["lr"] == pytest.approx(10 * body["lr"])
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A tree of images, and the command that fine-tunes on it."""
+    tree = make_tree(tmp_path / "tree")
+    flags = "--data-dir tree --image-size 32 -b 2 --device cpu --dry-run"
+    return tree, f"{command(2, ROOT / 'examples' / 'finetune.py')} {flags}"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_finetune_names_a_broken_image(workers, photos, tmp_path):
+    tree, line = photos
+    path = tree / "val" / "cat" / "0.png"
+    path.write_bytes(path.read_bytes()[:500])
+    output = compute(f"{line} --workers {workers}", tmp_path, status=2)
+    assert "tree/val/cat/0.png cannot be decoded" in output
+    assert "Traceback" not in output
+
+
+def test_finetune_says_where_its_images_are(photos, tmp_path):
+    tree, line = photos
+    (tree / "train" / "cat" / "more.avif").touch()
+    (tree / "train" / "cat" / "._0.png").touch()
+    output = compute(f"{line} --workers 0", tmp_path)
+    assert "8 images in tree/train and 8 images in tree/val\n" in output
+    assert output.count("left out of tree/train: 1 .avif (such as 'cat/more.avif')") == 1
+
+
+def test_finetune_sees_16_bits(photos):
+    """Cut off to 8 bits, it would be white."""
+    tree, _ = photos
+    Image.fromarray(np.full((40, 40), 12_000, np.uint16)).save(tree / "val" / "cat" / "0.png")
+    _, val_set = finetune.load(argparse.Namespace(data_dir=tree, image_size=32))
+    image, _ = val_set[0]
+    assert image.shape == (3, 32, 32)
+    assert (image == 12_000 >> 8).all()
+
+
+def test_finetune_refuses_other_classes(photos, tmp_path):
+    tree, line = photos
+    (tree / "val" / "dog").rename(tree / "val" / "wolf")
+    output = compute(line, tmp_path, status=2)
+    assert "tree/val/dog is missing, but tree/train/dog exists" in output
