@@ -1,10 +1,13 @@
 """Write the weights of a checkpoint as safetensors, which needs none of this code to be read.
 
+Its metadata has the names of the classes, and what else gives the outputs their meaning, as JSON.
+
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
 --init-from reads it, too.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -36,8 +39,9 @@ def main():
         raise InputError(f"{args.weights} already exists")
     # safetensors takes neither views nor other memory formats.
     weights = {name: tensor.contiguous().clone() for name, tensor in saved["model"].items()}
+    metadata = {name: json.dumps(value) for name, value in saved.get("metadata", {}).items()}
     try:
-        write_atomically(args.weights, save(weights))
+        write_atomically(args.weights, save(weights, metadata))
     except OSError as error:
         raise InputError(f"{args.weights}: {error.strerror}") from error
 

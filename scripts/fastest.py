@@ -12,6 +12,7 @@ nothing else to do.
 """
 
 import itertools
+import math
 import os
 import shlex
 import signal
@@ -108,7 +109,7 @@ class Setting:
 
 @dataclass
 class Trial:
-    """What a setting gave: images/s, GiB, seconds from the command to the first line."""
+    """What a setting gave: images/s, GiB or NaN, seconds from the command to the first line."""
 
     speed: float
     memory: float
@@ -143,10 +144,14 @@ def time_of(event: dict) -> float:
 
 
 def gpu_memory() -> float:
-    """The GiB in use on the fullest GPU of this machine."""
+    """The GiB in use on the fullest GPU of this machine; NaN if nvidia-smi does not say it."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return max(map(float, done.stdout.split())) / 1024
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return max(map(float, done.stdout.split())) / 1024
+    # AMD's driver has no nvidia-smi. Some GPUs have their memory from the CPU, and say [N/A].
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return math.nan
 
 
 def run(command: str, seconds: float, interval: int, on_gpu: bool, hopeless: float = 0) -> Trial:
@@ -280,7 +285,8 @@ class Search:
         self.trials[setting] = trial
         ratio = trial.speed / self.speed(self.default)
         name = setting.difference(self.default) or "default"
-        cells = f"{trial.speed:,.0f} | {ratio:.2f} | {trial.memory:.1f} | {trial.start:.0f}"
+        memory = "-" if math.isnan(trial.memory) else f"{trial.memory:.1f}"
+        cells = f"{trial.speed:,.0f} | {ratio:.2f} | {memory} | {trial.start:.0f}"
         print(f"| {name} | {cells} |", flush=True)
 
     def try_all(self, settings: list[Setting]) -> None:
@@ -367,7 +373,8 @@ def kinds(args, default: Setting) -> list[Setting]:
         if on_gpu(args.device):
             precisions.append("fp16")
     found = [replace(default, precision=precision) for precision in precisions]
-    if on_gpu(args.device):
+    # The variable is NVIDIA's.
+    if on_gpu(args.device) and torch.version.hip is None:
         found.append(replace(default, precision="fp32", tf32=False))
     return found
 
@@ -378,7 +385,8 @@ def loading(base: Setting, config: dict, device: str) -> list[Setting]:
         return []
     workers = config["workers"]
     found = [replace(base, workers=other) for other in {workers // 2, 2 * workers} - {workers}]
-    if on_gpu(device):
+    # nvImageCodec is NVIDIA's.
+    if on_gpu(device) and torch.version.hip is None:
         found.append(replace(base, loader="nvimgcodec"))
     return found
 

@@ -21,12 +21,16 @@ def versions():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     if torch.cuda.is_available():
-        found |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        found["CUDA"] = torch.version.cuda
+        # torch sees AMD's GPUs as CUDA devices, and calls their library NCCL.
+        found["ROCm"] = torch.version.hip
+        with contextlib.suppress(AttributeError):  # torch is built without it
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(AttributeError):  # where Horovod has loaded no MPI
         text = ctypes.create_string_buffer(8192)
         ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
         found["MPI library"] = text.value.decode().split(",")[0]
-    return found
+    return {name: version for name, version in found.items() if version}
 
 
 def commit(folder=Path(__file__).parent):

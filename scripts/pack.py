@@ -17,13 +17,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-# The modules of imagenet/ import each other.
+# archives.py, and common/ and images/.
 sys.path += [str(ROOT / "imagenet"), str(ROOT)]
 import archives
-import folders
 from common import flags
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, show
 from common.process import launch
+from images import folders
 
 # Bytes in a tar beside each image: its header, and on average half a block.
 OVERHEAD = 3 * tarfile.BLOCKSIZE // 2
@@ -45,6 +45,7 @@ def main():
             if (args.to / f"{split}.tar").exists():
                 raise InputError(f"{args.to / f'{split}.tar'} already exists")
         require_space(args.to, splits.values())
+        show(folders.origin(train, val))
         for split, files in splits.items():
             pack(files, args.to / f"{split}.tar", args.order)
             archives.Archive(args.to / f"{split}.tar", split)

@@ -12,12 +12,19 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import results
 
 OF_A_RUN = ("log_dir", "resume")
+# What a run has not.
+NONE = "-"
 
 
 def read(path):
-    """(the flags, the lines about evaluations) of a results.jsonl."""
-    events = results.read(path)
-    config = [event["config"] for event in events if event["event"] == "start"][-1]
+    """(the flags, the lines about evaluations) of a results.jsonl; a run may have ended before."""
+    try:
+        events = results.read(path)
+    except OSError as error:
+        print(f"summarize_runs.py: {path}: {error.strerror}", file=sys.stderr)
+        events = []
+    configs = [event["config"] for event in events if event["event"] == "start"]
+    config = configs[-1] if configs else {}
     return config, [event for event in events if event["event"] == "evaluation"]
 
 
@@ -31,9 +38,10 @@ def main():
         )
         sys.exit(2)
     runs = [read(file) for file in files]
-    configs = [config for config, _ in runs]
+    # Those that did not end before they began.
+    configs = [config for config, _ in runs if config]
     names = []
-    for name in configs[0]:
+    for name in dict.fromkeys(name for config in configs for name in config):
         values = {str(config.get(name)) for config in configs}
         if name not in OF_A_RUN and len(values) > 1:
             names.append(name)
@@ -41,20 +49,22 @@ def main():
     print("| " + " | ".join(columns) + " |")
     print("| --- |" + " ---: |" * (len(columns) - 1))
     for file, (config, evaluations) in zip(files, runs, strict=True):
-        row = [file.parent, *(config.get(name) for name in names)]
+        row = [file.parent, *(config.get(name, NONE) for name in names)]
         row += last_cells(config, evaluations)
         print("| " + " | ".join(map(str, row)) + " |")
 
 
 def last_cells(config, evaluations):
     """The last three cells of a run; it has no evaluation if it ended in its first epoch."""
+    epochs = config.get("epochs", NONE)
     if not evaluations:
-        return [f"0/{config['epochs']}", "-", "-"]
-    # Not every task has an accuracy.
-    accuracies = [event["val/accuracy"] for event in evaluations if "val/accuracy" in event]
-    best = f"{max(accuracies):.2%}" if accuracies else "-"
+        return [f"0/{epochs}", NONE, NONE]
     last = evaluations[-1]
-    return [f"{last['epoch']}/{config['epochs']}", best, f"{last['val/loss']:.4f}"]
+    # Not every task has them.
+    accuracies = [event["val/accuracy"] for event in evaluations if "val/accuracy" in event]
+    accuracy = f"{max(accuracies):.2%}" if accuracies else NONE
+    loss = f"{last['val/loss']:.4f}" if "val/loss" in last else NONE
+    return [f"{last.get('epoch', NONE)}/{epochs}", accuracy, loss]
 
 
 if __name__ == "__main__":

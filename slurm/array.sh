@@ -34,4 +34,4 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2; exec python "$@"' python "$recipe" "${this[@]}" --resume auto \
-    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" "${@:2}"
+    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" --checkpoint-every 500 "${@:2}"

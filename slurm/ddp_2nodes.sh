@@ -42,4 +42,5 @@ exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
         --rdzv-conf="is_host=$((SLURM_NODEID == 0))" "$@"' \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
     --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts="${RESTARTS:-0}" \
-    "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto \
+    --checkpoint-every 500 "${@:2}"

@@ -35,4 +35,4 @@ exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2; exec python "$@" -nr "$SLURM_NODEID"' \
     python "$recipe" -n "$SLURM_NNODES" -g "$processes" \
-    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto --checkpoint-every 500 "${@:2}"

@@ -38,4 +38,5 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes wh
 # Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c "trap '' USR1 USR2; export $who; exec python \"\$@\"" \
-    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto \
+    --checkpoint-every 500 "${@:2}"

@@ -8,7 +8,8 @@
 # Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
 
-hosts=$(slurm/hosts.sh "${1:-}")
+repository=$(dirname "$0")/..
+hosts=$("$repository/slurm/hosts.sh" "${1:-}")
 processes=$(awk -v RS=, -F: '{ sum += $NF } END { print sum }' <<< "$hosts")
 # --network-interfaces eth0: if it uses the wrong one. --gloo: without MPI
-exec horovodrun -np "$processes" -H "$hosts" python "${2:-cifar10/hvd.py}" "${@:3}"
+exec horovodrun -np "$processes" -H "$hosts" python "${2:-$repository/cifar10/hvd.py}" "${@:3}"

@@ -39,4 +39,5 @@ fi
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh "${launch[@]}" \
     bash -c 'trap "" USR1 USR2; exec python "$@"' \
-    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "${@:2}"
+    python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto \
+    --checkpoint-every 500 "${@:2}"

@@ -10,8 +10,9 @@
 # Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
 
-hosts=$(slurm/hosts.sh "${1:-}")
-recipe=${2:-cifar10/hvd.py}
+repository=$(dirname "$0")/..
+hosts=$("$repository/slurm/hosts.sh" "${1:-}")
+recipe=${2:-$repository/cifar10/hvd.py}
 start=("$(command -v python)")
 if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each process, from Open MPI's variables
     export MASTER_ADDR=${hosts%%:*} MASTER_PORT=${MASTER_PORT:-29500}

@@ -5,7 +5,7 @@
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
 # SLURM sends USR1 to the batch script 60 to 120 seconds before the time limit. This script passes it on to the command;
-# all ranks stop together within --log-interval steps, rank 0 saves, and the run ends with status 0. Then the job is
+# all ranks stop together within 5 seconds or a step, rank 0 saves, and the run ends with status 0. Then the job is
 # queued again with the same job ID, and continues from the checkpoint, unless it has already been restarted
 # MAX_REQUEUES (10) times, for whatever reason.
 # When a job is preempted, SLURM sends TERM to all its processes but the batch script's. SLURM queues a job again only

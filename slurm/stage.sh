@@ -49,6 +49,8 @@ for word in "$@"; do
     [[ $word != --data-dir=* ]] || from=${word#*=}
     previous=$word
 done
+# A shell leaves ~ as it is in --data-dir=~/folder, and a recipe does not: common/flags.py.
+[[ $from != "~"* ]] || from=$(python -c 'import os, sys; print(os.path.expanduser(sys.argv[1]))' "$from")
 compgen -G "$from/*.tar" > /dev/null || compgen -G "$from/*.zip" > /dev/null ||
     fail "there is no archive in $from (--data-dir): STAGE=1 copies *.tar and *.zip"
 disk=${SLURM_TMPDIR:-${TMPDIR:-}}

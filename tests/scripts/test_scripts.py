@@ -1,5 +1,6 @@
-"""scripts/export.py, scripts/pack.py, scripts/install_horovod.sh and scripts/pin.sh."""
+"""scripts/export.py, pack.py, summarize_runs.py, install_horovod.sh and pin.sh."""
 
+import json
 import os
 import re
 import tarfile
@@ -13,7 +14,7 @@ from recipes import ROOT
 from safetensors.torch import load_file
 
 import archives
-from imagenet import folders
+from images import folders
 
 EXPORT = f"python {ROOT}/scripts/export.py"
 PACK = f"python {ROOT}/scripts/pack.py"
@@ -59,7 +60,9 @@ def names_in(path):
 
 def test_pack(photos, tmp_path):
     """The archives hold the images of the folder, with an index, in the order that is asked for."""
-    compute(f"{PACK} photos packed", tmp_path)
+    (photos / "val" / "cat" / "more.avif").touch()
+    said = compute(f"{PACK} photos packed", tmp_path)
+    assert "left out of photos/val: 1 .avif (such as 'cat/more.avif')" in said
     for folder, archive in zip(
         folders.find(photos), archives.find(tmp_path / "packed"), strict=True
     ):
@@ -85,6 +88,40 @@ def test_export_without_safetensors(tmp_path):
     assert "pip install safetensors" in run(
         f"{EXPORT} a b", tmp_path, status=2, PYTHONPATH=str(tmp_path)
     )
+
+
+def test_summarize_runs(tmp_path):
+    """A table of all runs: also of those that ended early, of other tasks, and of other flags."""
+
+    def write(name, config, **figures):
+        lines = [
+            {"event": "start", "step": 0, "config": config},
+            {"event": "evaluation", "step": 5, "epoch": 1, **figures},
+        ]
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tmp_path / "runs" / name / "results.jsonl").write_text(text)
+
+    write("a", {"lr": 0.1, "epochs": 1}, **{"val/loss": 0.5, "val/accuracy": 0.75})
+    # It was killed at its start.
+    (tmp_path / "runs" / "b").mkdir()
+    (tmp_path / "runs" / "b" / "results.jsonl").touch()
+    write("c", {"lr": 0.2, "epochs": 2, "clip": 1}, **{"val/rmse": 0.5})
+    with open(tmp_path / "runs" / "c" / "results.jsonl", "a") as file:
+        # The last line of a run that was killed.
+        file.write('{"event": "evaluation", "step": 10, "epo')
+    (tmp_path / "runs" / "d" / "results.jsonl").mkdir(parents=True)
+    shown = compute(f"python {ROOT}/scripts/summarize_runs.py runs", tmp_path)
+    table = [line for line in shown.splitlines() if line.startswith("|")]
+    assert table == [
+        "| run | lr | epochs | clip | epochs | best val accuracy | last val loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| runs/a | 0.1 | 1 | - | 1/1 | 75.00% | 0.5000 |",
+        "| runs/b | - | - | - | 0/- | - | - |",
+        "| runs/c | 0.2 | 2 | 1 | 1/2 | - | - |",
+        "| runs/d | - | - | - | 0/- | - | - |",
+    ]
+    assert "summarize_runs.py: runs/d/results.jsonl: Is a directory" in shown
 
 
 def test_horovod_has_nccl_where_nvcc_is():

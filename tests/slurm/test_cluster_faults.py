@@ -236,7 +236,7 @@ def stopped_at(log):
 
 def test_time_limit(waiting_job, cluster, undisturbed):
     """SLURM's own warning, 60 to 90 s before the time limit. Then the limit is raised."""
-    job = waiting_job(sbatch="--time=2")
+    job = waiting_job(sbatch="--time=4")
     job.wait_for("^stopped after a signal")
     epoch, sample = stopped_at(job.log())
     job.wait_for(rf"^resumed from .* at epoch {epoch}, sample {sample} ")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -254,6 +255,8 @@ def test_what_the_files_name_is_there():
                 "requeue",
                 "signal",
             } <= options
+            # Else a run that is killed in a long epoch begins it again.
+            assert "--checkpoint-every " in text
 
 
 HOSTS = {
@@ -307,6 +310,24 @@ def test_wrong_host_files(launcher, content, what, tmp_path):
     for file in ("", ".", "none"):
         line = one_line(run(f"slurm/{launcher} {file}", tmp_path, status=2))
         assert line.startswith(f"hosts.sh: cannot read the file '{file}': ")
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_launchers_work_from_any_folder(launcher, tmp_path):
+    (tmp_path / "hosts").write_text("node1 slots=2")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / launcher).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "bin" / launcher).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = run(f"{ROOT}/slurm/{launcher}.sh hosts", tmp_path, PATH=path).splitlines()
+    assert ROOT / "cifar10" / "hvd.py" in [Path(word).resolve() for word in words]
+
+
+def test_a_tilde_in_the_folder_of_archives(tmp_path):
+    """A shell leaves it as it is in --data-dir=~/photos, and common/flags.py does not."""
+    command = f"bash {ROOT}/slurm/stage.sh true --data-dir=~/photos"
+    line = one_line(run(command, tmp_path, status=2, HOME=str(tmp_path)))
+    assert line.startswith(f"stage.sh: there is no archive in {tmp_path}/photos ")
 
 
 @pytest.mark.parametrize("name", HOSTS)
