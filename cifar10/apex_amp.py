@@ -248,7 +248,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": cifar.METADATA,
     }
     if args.opt_level in ("O1", "O2"):

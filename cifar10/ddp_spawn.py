@@ -252,7 +252,7 @@ def main(local_rank, args):
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": cifar.METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.

@@ -255,11 +255,18 @@ def load(saved: dict, state: dict, optional: tuple = ()) -> None:
 
 
 def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor the memory format of its weight, which fused optimizers rely on."""
+    """Give each state tensor the memory format of its weight, which fused optimizers rely on.
+
+    All get memory of their own: none keeps the file mapped, which the next save replaces.
+    """
     for weight, kept in optimizer.state.items():
         for name, value in kept.items():
-            if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == weight.shape:
                 kept[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            else:
+                kept[name] = value.clone()
 
 
 def claim(folder: Path, found: Found) -> None:

@@ -60,7 +60,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False or callable(action.default):
+        if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
 
@@ -68,7 +68,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, which ends the recipe in one line.
 
-    A default may be a function of the parsed flags. A flag that takes a path refuses a URL.
+    A flag that takes a path refuses a URL.
     """
 
     def __init__(self, doc: str):
@@ -77,12 +77,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
         parsed, rest = super().parse_known_args([with_home(word) for word in words], namespace)
-        values = vars(parsed)
         for action in self._actions:
-            value = values.get(action.dest)
-            if callable(value) and value is action.default:
-                values[action.dest] = value(parsed)
-            elif takes_path(action) and is_url(value):
+            value = vars(parsed).get(action.dest)
+            if takes_path(action) and is_url(value):
                 name = "/".join(action.option_strings) or action.dest
                 self.error(f"{name} {value}: give a local path, as no URL is read or written")
         return parsed, rest

@@ -97,4 +97,6 @@ def share_of(value, weight: DTensor):
     if value.shape != weight.shape:
         return value
     # src_data_rank=None: nothing is sent, as all ranks have read it.
-    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+    share = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+    # Else a view, which keeps the whole tensor.
+    return share.clone()

@@ -8,8 +8,8 @@ from common.errors import InputError
 class Metadata(dict):
     """Such as Metadata(classes=["cat", "dog"], mean=[0.5]): any values that JSON has.
 
-    It is a part of the state of a run. Who gets a checkpoint finds the names in it, and a run that
-    goes on from one has to have the same.
+    It is a part of the state of a run. Whoever gets a checkpoint finds the names in it, and a run
+    that goes on from one has to have the same.
     """
 
     def __init__(self, **values):

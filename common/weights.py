@@ -26,17 +26,12 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
     """
     metadata = {}
     try:
-        with open(path, "rb") as file:
-            begin = file.read(100).lstrip()
-        for magic, reason in NO_WEIGHTS.items():
-            if begin.startswith(magic):
-                raise InputError(reason)
         if Path(path).suffix == ".safetensors":
             weights, metadata = read_safetensors(path)
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(weights, dict) and "format" in weights and "model" in weights:
-            metadata = weights.get("metadata", {})
+            metadata = dict(weights.get("metadata", {}))
             weights = weights["model"]
         if not is_state_dict(weights):
             raise InputError("it is not a state_dict, a dict of tensors")
@@ -46,11 +41,19 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
         raise InputError(f"--init-from {path}: {checkpoint.reason_of(error)}") from error
     # A file of others can raise anything.
     except Exception as error:
-        raise InputError(
-            f"--init-from {path}: it is damaged, or holds more than tensors "
-            f"({type(error).__name__}): save a state_dict"
-        ) from error
+        raise InputError(f"--init-from {path}: {why_not(path, error)}") from error
     return weights, metadata
+
+
+def why_not(path: str, error: Exception) -> str:
+    """Why no weights can be read from the file `path`, at which `error` was raised."""
+    with open(path, "rb") as file:
+        begin = file.read(100).lstrip()
+    for magic, reason in NO_WEIGHTS.items():
+        if begin.startswith(magic):
+            return reason
+    kind = type(error).__name__
+    return f"it is damaged, or holds more than tensors ({kind}): save a state_dict"
 
 
 def read_safetensors(path: str) -> tuple[dict[str, torch.Tensor], dict]:

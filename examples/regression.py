@@ -238,8 +238,8 @@ def make_step(model, optimizer, sums, unit):
         loss = error.square().mean()
         loss.backward()
         optimizer.step()
-        # In float64, as the square of a large unit is too large for float32.
-        error = error.detach().double() * unit
+        # In the unit of the target.
+        error = error.detach() * unit
         sums.add(loss=error.square().sum(), absolute=error.abs().sum())
 
     return step
@@ -256,7 +256,7 @@ def evaluate(args, model, val, device, watchdog):
     unit = val.dataset.metadata["std"][-1]
     for batch in watchdog.watch(val.loader):
         features, target = to_device(batch, device)
-        error = (model(features) - target).double() * unit
+        error = (model(features) - target) * unit
         sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
         if args.dry_run:
             break
@@ -367,7 +367,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": train.dataset.metadata,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.

@@ -101,6 +101,8 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
+    if args.workers is None:
+        args.workers = devices.cores_per_process()
     return args
 
 
@@ -311,7 +313,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": metadata,
     }
     if args.evaluate:

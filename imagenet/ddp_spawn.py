@@ -98,6 +98,9 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
+    if args.workers is None:
+        # dist: it starts the processes, and binds none of them to cores.
+        args.workers = devices.cores_per_process(args.gpus)
     return args
 
 
@@ -299,7 +302,7 @@ def main(local_rank, args):
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": metadata,
     }
     if args.evaluate:

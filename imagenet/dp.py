@@ -86,6 +86,8 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
+    if args.workers is None:
+        args.workers = devices.cores_per_process()
     return args
 
 
@@ -168,7 +170,7 @@ def train_to_evaluation(args, run, train, step, sums, rates, device):
         if part == 0:
             # Data, rates and random numbers depend on seed and position: a resume repeats them.
             rates.set(position)
-            # dist: on all GPUs.
+            # dist: each GPU draws its dropout from a generator of its own.
             seed_step(args.seed, position, device, all_devices=True)
         ends_step = part == args.accumulate - 1
         step(images, labels, ends_step)
@@ -246,7 +248,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": metadata,
     }
     if args.evaluate:

@@ -98,6 +98,8 @@ def parse_args():
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
+    if args.workers is None:
+        args.workers = devices.cores_per_process()
     return args
 
 
@@ -324,7 +326,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": metadata,
     }
     if args.evaluate:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import RandomResizedCrop
 
 import archives  # beside this file
-from common import devices, flags
+from common import flags
 from common.data import EpochSampler, Seeded, TensorLoader
 from common.errors import InputError
 from common.metadata import Metadata
@@ -29,17 +29,11 @@ normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 
 def add_flags(parser):
     """Add the flags of reading images."""
-
-    def own_cores(args):
-        # --gpus is the number of processes, where the recipe starts them itself.
-        return devices.cores_per_process(vars(args).get("gpus"))
-
     add = parser.add_argument_group("images").add_argument
     add(
         "-j",
         "--workers",
         type=flags.non_negative_int,
-        default=own_cores,
         help="loader workers of a process; if not given, one per core that it has",
     )
     add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")

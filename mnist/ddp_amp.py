@@ -257,7 +257,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": digits.METADATA,
     }
     # amp: a CPU without 16-bit units computes right, but slowly.

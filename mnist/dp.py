@@ -131,7 +131,7 @@ def train_to_evaluation(args, run, train, step, sums, rates, device):
         images, labels = to_device(batch, device)
         # Data, rates and random numbers depend on seed and position: a resume repeats them.
         rates.set(position)
-        # dist: on all GPUs.
+        # dist: each GPU draws its dropout from a generator of its own.
         seed_step(args.seed, position, device, all_devices=True)
         step(images, labels)
         # Python counts this; the step is only what the device does.
@@ -203,7 +203,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": digits.METADATA,
     }
     strategy = f"DataParallel, {len(gpus)} GPUs"

@@ -265,7 +265,7 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
-        # So that who gets the checkpoint knows what its outputs mean.
+        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": digits.METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.

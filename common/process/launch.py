@@ -54,13 +54,13 @@ CAUSES = (
     (
         InputError,
         ("Expected more than 1 value per channel when training",),
-        "BatchNorm needs more than one value per channel: take a larger --batch-size or image",
+        "BatchNorm needs more than one value per channel: take a larger --batch-size",
     ),
     (
         RunError,
         ("out of memory. Tried to allocate", "not enough memory: you tried to allocate"),
-        "the device has too little memory: lower --batch-size, and keep the global batch with more "
-        "processes or, in imagenet/, with --accumulate",
+        "the device has too little memory: lower --batch-size (more processes, or gradients that "
+        "accumulate over several batches, keep the global batch)",
     ),
     (
         InputError,
@@ -118,6 +118,8 @@ def given_back():
     """Give the process back as it was: its signal handlers, no watchdog, no folder in use."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
+    # Python can put no handler back that C code has set.
+    handlers = {number: handler for number, handler in handlers.items() if handler is not None}
     try:
         yield
     except Exception as error:

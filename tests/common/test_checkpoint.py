@@ -418,3 +418,16 @@ def test_an_older_checkpoint_goes_on_in_a_new_folder(tmp_path):
     with pytest.raises(InputError, match="choose another --log-dir"):
         checkpoint.claim(old, found)
     checkpoint.claim(new, found)
+
+
+def test_what_is_loaded_does_not_need_its_file(tmp_path):
+    """The file is mapped while it is read. The next save replaces it, which NFS takes away."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, {"optimizer": optimizer.state_dict()}, {})
+    saved, _ = checkpoint.read(tmp_path / "last.pt")
+    checkpoint.load(saved, {"optimizer": optimizer})
+    del saved
+    assert "last.pt" not in pathlib.Path("/proc/self/maps").read_text()

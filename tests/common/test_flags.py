@@ -25,14 +25,8 @@ def parser():
     parser.add_argument("--table", metavar="FILE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tracking", help="a URL")
-    parser.add_argument("--cores", type=int, default=double_batch)
-    parser.add_argument("--batch", type=int, default=2)
     flags.add_run_flags(parser)
     return parser
-
-
-def double_batch(args):
-    return 2 * args.batch
 
 
 @pytest.mark.parametrize(
@@ -60,10 +54,3 @@ def test_what_is_no_url(parser):
     args = parser.parse_args(words.split())
     assert args.log_dir == "runs/at-12:30"
     assert args.tracking == "http://host"
-
-
-def test_a_default_may_be_a_function_of_the_other_flags(parser):
-    assert parser.parse_args([]).cores == 4
-    assert parser.parse_args(["--batch", "3"]).cores == 6
-    assert parser.parse_args(["--batch", "3", "--cores", "1"]).cores == 1
-    assert "double_batch" not in parser.format_help()

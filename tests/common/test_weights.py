@@ -95,3 +95,16 @@ def test_weights_with_other_classes(tmp_path):
     _, line = init_from(flags(tmp_path / "last.pt"), model, Metadata(classes=["cat", "emu"]))
     assert line.endswith("of its classes number 1 is 'dog', and in this run 'emu'")
     assert len(init_from(flags(tmp_path / "last.pt"), model, Metadata(classes=["cat", "dog"]))) == 1
+
+
+def test_safetensors_that_begin_like_a_web_page(tmp_path):
+    """The length of its header comes first, here 0x3C20: a space and <."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    path = tmp_path / "w.safetensors"
+    save_file(model.state_dict(), path, {"note": ""})
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    save_file(model.state_dict(), path, {"note": "x" * (0x3C20 - length)})
+    assert path.read_bytes().startswith(b" <")
+    init_from(flags(path), other, Metadata())
+    assert torch.equal(model.weight, other.weight)

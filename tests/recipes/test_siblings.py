@@ -135,7 +135,7 @@ IN_IMAGENET = {
     "apex_amp.py": (1, 9),
     "ddp_amp.py": (1, 6),
     "ddp_launch.py": (4, 17),
-    "ddp_spawn.py": (4, 16),
+    "ddp_spawn.py": (4, 18),
     "dp.py": (2, 4),
     "fsdp.py": (3, 13),
     "hvd.py": (4, 14),

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from forked import refused
+from forked import compute
 from launch import one_line, run
 from recipes import ROOT
 
@@ -138,5 +138,6 @@ def test_causes_that_are_explained(error, says, monkeypatch, capfd):
 
 def test_batch_norm_with_one_image(tmp_path):
     flags = "-a resnet18 --image-size 32 -b 1 --synthetic 8 --device cpu --epochs 1 -j 0"
-    line = refused(f"python {ROOT}/imagenet/single.py {flags} --dry-run", tmp_path)
-    assert "BatchNorm needs more than one value per channel: take a larger --batch-size" in line
+    said = compute(f"python {ROOT}/imagenet/single.py {flags} --dry-run", tmp_path, status=2)
+    assert "\nsingle.py: BatchNorm needs more than one value per channel: take a larger" in said
+    assert "Traceback" not in said
