@@ -525,7 +525,7 @@ MUTANTS = [
     Mutant(
         "a URL that is a folder",
         "common/flags.py",
-        {"elif takes_path(action) and is_url(value):": "elif False:"},
+        {"if takes_path(action) and is_url(value):": "if False:"},
         "tests/common/test_flags.py::test_a_path_is_no_url",
     ),
     Mutant(
