@@ -1,6 +1,6 @@
 # make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# this machine. make gpu: measure one GPU. make fuzz: more random checkpoints. make mutants: see that the tests notice
-# faults that are put into the code. Each creates .venv first.
+# this machine. make gpu: measure one GPU. make fuzz: more random checkpoints and archives. make mutants: see that
+# the tests notice faults that are put into the code. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
@@ -40,7 +40,7 @@ $(VENV)/.tools: $(VENV)/.recipes tests/requirements.txt
 	touch $@
 
 $(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
-	PYTHON="$(abspath $(VENV))/bin/python" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
+	PYTHON="$(abspath $(VENV))/bin/python" HOROVOD_WHEELS="$(abspath $(VENV))/wheels" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
 
 benchmarks: $(VENV)/.tools $(VENV)/.horovod
 	PATH="$(abspath $(VENV))/bin:$$PATH" benchmarks/all.sh
@@ -49,7 +49,7 @@ gpu: $(VENV)/.tools
 	PATH="$(abspath $(VENV))/bin:$$PATH" python benchmarks/gpu.py $(ARGS)
 
 fuzz: $(VENV)/.tools
-	FUZZ=200000 $(PYTEST) --timeout 0 tests/common/test_checkpoint.py -k fuzz
+	FUZZ=200000 $(PYTEST) --timeout 0 tests/common tests/imagenet -k fuzz
 
 # ARGS="fsdp watchdog": those with one of these words in their names
 mutants: $(VENV)/.tools $(VENV)/.horovod

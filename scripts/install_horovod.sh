@@ -4,7 +4,8 @@
 # PYTHON=... picks another interpreter. HOROVOD_SDIST=horovod-0.28.1.tar.gz builds from that file, without a network.
 # Needs g++ and make; MPI is built in where mpicxx is found (Debian: openmpi-bin libopenmpi-dev), and NCCL where nvcc
 # is found (in CUDA_HOME, by default /usr/local/cuda), with or without a GPU: a login node seldom has one.
-# HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. Takes about three minutes on two
+# HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. HOROVOD_WHEELS=FOLDER keeps what was
+# built there, and takes it from there the next time: in an image, or on a machine with the same Python and MPI. Takes about three minutes on two
 # cores, also with NCCL for one kind of GPU: HOROVOD_BUILD_CUDA_CC_LIST=90 is H100. All kinds take longer.
 #
 # 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build unchanged:
@@ -32,6 +33,15 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "$PYTHON" -c 'import torch' || { echo "install torch first: pip install -r requirements.txt" >&2; exit 2; }
+wheels=${HOROVOD_WHEELS:-}
+# A wheel fits one torch.
+[ -z "$wheels" ] || wheels=$wheels/torch-$("$PYTHON" -c 'import torch; print(torch.__version__)')
+if compgen -G "$wheels/horovod-$VERSION-*.whl" > /dev/null; then
+    "$PYTHON" -m pip install --quiet --no-deps --force-reinstall "$wheels"/horovod-$VERSION-*.whl
+    "$PYTHON" -m pip install --quiet 'setuptools<81' packaging psutil cloudpickle pyyaml cffi
+    "$PYTHON" -c 'import horovod.torch'
+    exec "$PYTHON" -m horovod.runner.launch --check-build
+fi
 command -v "${CXX:-g++}" > /dev/null || { echo "Horovod needs a C++ compiler: apt-get install g++" >&2; exit 2; }
 command -v make > /dev/null || { echo "Horovod needs make: apt-get install make" >&2; exit 2; }
 "$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cffi cmake
@@ -40,8 +50,10 @@ MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script
 export MAKEFLAGS
 
 sdist=${HOROVOD_SDIST:-$work/horovod-$VERSION.tar.gz}
+# pip compares the hash before it runs the setup.py of what it has fetched.
+echo "horovod==$VERSION --hash=sha256:$SHA256" > "$work/horovod.txt"
 [ -n "${HOROVOD_SDIST:-}" ] || "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
-    "horovod==$VERSION" --dest "$work"
+    --require-hashes --requirement "$work/horovod.txt" --dest "$work"
 echo "$SHA256  $sdist" | sha256sum --check --quiet
 tar -xzf "$sdist" -C "$work"
 cd "$work/horovod-$VERSION"
@@ -93,6 +105,8 @@ else
     echo "building without NCCL, which needs $CUDA_HOME/bin/nvcc and the NCCL of torch's packages" >&2
 fi
 
-"$PYTHON" -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+"$PYTHON" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/wheel" .
+"$PYTHON" -m pip install --quiet --no-deps --force-reinstall "$work"/wheel/*.whl
+[ -z "$wheels" ] || { mkdir -p "$wheels" && cp "$work"/wheel/*.whl "$wheels"; }
 cd /
 "$PYTHON" -m horovod.runner.launch --check-build

@@ -60,11 +60,10 @@ def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
 
 
 # fully_shard needs a real GPU: it moves weights between tensors by their storage, which a pretended
-# GPU does not have. The recipes of cifar10/ are those of mnist/ with another data set, which
-# test_siblings.py shows.
+# GPU does not have. test_siblings.py shows that the recipes of the other data sets are the same.
 @pytest.mark.parametrize(
     "recipe",
-    [recipe for recipe in RECIPES if recipe.name != "fsdp.py" and recipe.parent.name != "cifar10"],
+    [recipe for recipe in RECIPES if recipe.name != "fsdp.py" and recipe.parent.name == "imagenet"],
     ids=name_of,
 )
 def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
@@ -131,7 +130,6 @@ LAUNCHES = {
     "mnist/single.py": 40,
     "mnist/ddp_launch.py": 51,
     "cifar10/single.py": 175,
-    "cifar10/dp.py": 830,
     "cifar10/ddp_launch.py": 240,
     "cifar10/ddp_amp.py": 287,
     "cifar10/apex_amp.py": 416,
@@ -140,7 +138,7 @@ LAUNCHES = {
 
 
 def costs(recipe, cwd, **environment):
-    """(launches per step, [lines that wait]) of one epoch of 14 steps.
+    """(launches per step, [lines that wait]) of one epoch of 10 steps.
 
     The two lines that wait at each log interval, for the sums and for the stop flag, are left out.
     """
@@ -150,7 +148,7 @@ def costs(recipe, cwd, **environment):
     text = run_of_copy.read_text().replace("CHECK_AFTER = 5\n", "CHECK_AFTER = float('inf')\n")
     run_of_copy.write_text(text)
     one = recipe.name == "single.py"
-    flags = f"--log-interval 5 --epochs 1 --lr 0.001 --synthetic {28 if one else 56} -b 2"
+    flags = f"--log-interval 5 --epochs 1 --lr 0.001 --synthetic {20 if one else 40} -b 2"
     flags += " -b 4" * (recipe.name == "dp.py")
     _, steps = pretended(copy / recipe.name, flags, cwd, gpus=1 if one else 2, **environment)
     at_intervals = ("metrics.py", "signals.py")
@@ -260,9 +258,7 @@ SYNC_BN = (
 )
 
 
-@pytest.mark.parametrize(
-    "recipe", ["ddp_launch.py", "ddp_spawn.py", "ddp_amp.py", "apex_amp.py", "hvd.py"]
-)
+@pytest.mark.parametrize("recipe", ["ddp_launch.py", "ddp_amp.py", "apex_amp.py", "hvd.py"])
 def test_sync_bn(recipe, tmp_path, request):
     """Two processes, with the flags together: BatchNorm over both gives the weights of one."""
     environment = {}

@@ -434,7 +434,10 @@ def test_as_many_requeues_as_it_says(waiting_job, cluster, undisturbed):
     job = waiting_job(MAX_REQUEUES="1")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     job.wait_for("^ddp: queued again, 1 of 1")
-    job.wait_for("^resumed from")
+    # It waits in its first step. A run hears a warning from the end of that step on.
+    job.wait_for("^at 2 64 ")
+    (job.folder / "told-2-64").touch()
+    job.wait_for("^at 2 128 ")
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
     assert "ddp: not queued again after 1 times" in job.finish()
     stopped_at(job.log())

@@ -38,10 +38,6 @@ TWO_BY_TWO = "--nodes=2 --gpus-per-node=2 --cpus-per-task=2"
 # A task for each process. With torchrun a task is one torchrun, for all processes of a node.
 FOUR_TASKS = f"{TWO_BY_TWO} --ntasks-per-node=2 --cpus-per-task=1"
 LAUNCHES = {
-    "ddp on one node": (
-        "--nodes=1 --gpus-per-node=2 --cpus-per-task=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py "
-        f"{TRAINING} --batch-size 16 --lr 0.02"
-    ),
     "ddp srun": f"{FOUR_TASKS} slurm/ddp_srun_2nodes.sh mnist/ddp_launch.py {SIZE}",
     "hvd mpirun": f"{FOUR_TASKS} slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
     "hvd srun": f"{FOUR_TASKS} slurm/hvd_2nodes.sh mnist/hvd.py {SIZE}",
@@ -84,7 +80,7 @@ def test_launch(name, cluster, one_process, tmp_path):
         need_horovod("mpi")
     job = SlurmJob(cluster, tmp_path, LAUNCHES[name], LAUNCHER=name.split()[-1])
     log = job.finish()
-    world_size = {"single of two tasks": 1, "ddp on one node": 2}.get(name, 4)
+    world_size = 1 if name == "single of two tasks" else 4
     assert len(re.findall(rf"^mnist: .* world size {world_size} \|", log, re.MULTILINE)) == 1
     assert log.count("epoch 2/2: ") == 1
     assert f"world size {world_size}" in checkpoint(job.runs())["config"]["saved_by"]
