@@ -67,29 +67,58 @@ def read(root: Path, files: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     labels = []
     for name in files:
         content = io.BytesIO((root / name).read_bytes())
-        batch = ArraysOnly(content, encoding="latin1").load()
-        images.append(torch.from_numpy(batch["data"]).view(-1, 3, 32, 32))
-        labels.extend(batch["labels"])
+        batch = WithoutNumPy(content, encoding="latin1").load()
+        _, _, _, columns_first, pixels = batch["data"].state
+        if columns_first:
+            raise ValueError("the pixels are in Fortran's order")
+        # A pickle of Python 2 has a text.
+        if isinstance(pixels, str):
+            pixels = pixels.encode("latin1")
+        pixels = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
+        images.append(pixels.view(-1, 3, 32, 32))
+        labels += [int(label) for label in batch["labels"]]
     return torch.cat(images), torch.tensor(labels)
 
 
-class ArraysOnly(pickle.Unpickler):
-    """A pickle can call any function; CIFAR-10's batches need only those that rebuild an array."""
+class Stated:
+    """Stands for an array or its dtype, and keeps what the file states of it."""
 
-    NEEDED = frozenset(
-        {
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy.core.numeric", "_frombuffer"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("_codecs", "encode"),
-        }
-    )
+    def __init__(self, *ignored):
+        self.state = None
+
+    def __setstate__(self, state):
+        self.state = state
+
+    @classmethod
+    def from_buffer(cls, pixels, dtype, shape, order):
+        """What the newest pickles call."""
+        array = cls()
+        array.state = (1, shape, dtype, order == "F", pixels)
+        return array
+
+
+# What a pickled array calls, and what is called in its place.
+INSTEAD = {
+    "numpy.core.multiarray._reconstruct": Stated,
+    "numpy.core.numeric._frombuffer": Stated.from_buffer,
+    "numpy.ndarray": Stated,
+    "numpy.dtype": Stated,
+    "_codecs.encode": lambda text, _: text.encode("latin1"),
+}
+
+
+class WithoutNumPy(pickle.Unpickler):
+    """A pickle can call any function, and an array in it can be one of pointers.
+
+    So CIFAR-10's batches get neither, and a dtype is what read() names.
+    """
 
     def find_class(self, module, name):
-        if (module.replace("._core.", ".core."), name) in self.NEEDED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it calls {module}.{name}, which no CIFAR-10 batch needs")
+        # Newer NumPys say numpy._core.
+        called = f"{module}.{name}".replace("._core.", ".core.")
+        if called not in INSTEAD:
+            raise pickle.UnpicklingError(f"it calls {called}, which no CIFAR-10 batch needs")
+        return INSTEAD[called]
 
 
 class CropFlipLoader(TensorLoader):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from common.errors import InputError, RunError, in_one_line
+from common import optimizers, untrusted
+from common.errors import InputError, RunError, brief, in_one_line
 from common.files import link_or_copy, replace, write_atomically, write_beside
 from common.ranks import all_same
 
@@ -55,8 +56,10 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
     """Save the dict `state` as last.pt in `folder`, and the one before it as previous.pt.
 
     `config` are the flags of the run. The best one gets the name best.pt, too.
-    Raises RunError if the file system refuses it, and TypeError for what could not be read again.
+    Raises RunError if the file system refuses it, and TypeError or ValueError for what could not be
+    read again.
     """
+    untrusted.refuse_many_values(state)
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "config": as_json(config), **state}, buffer)
     buffer.seek(0)
@@ -97,13 +100,13 @@ def read(path: Path) -> tuple[dict, int]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            untrusted.refuse_compressed(archive)
             entries = archive.infolist()
             # torch.load ignores CRC-32s, and reads an entry that is a folder (16) as zeros.
             if archive.testzip() or any(entry.external_attr & 16 for entry in entries):
                 raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
         checksums = [entry.CRC for entry in entries]
-        # weights_only: a pickle could run code. mmap: the ranks of a machine share the memory.
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = untrusted.load(path)
         saved["format"] = int(saved["format"])
     except (OSError, MemoryError, CorruptCheckpoint):
         raise
@@ -213,8 +216,10 @@ def resume(
             check_format(found.saved)
             check_config(found.saved["config"], config, may_change)
             load(found.saved, state, optional)
-        except InputError as error:
-            raise InputError(f"--resume {found.path} does not fit this run: {error}") from error
+        # The file may hold anything.
+        except Exception as error:
+            reason = str(error) if isinstance(error, InputError) else in_one_line(error)
+            raise InputError(f"--resume {found.path} does not fit this run: {reason}") from error
     return found
 
 
@@ -224,14 +229,15 @@ def check_format(saved: dict) -> None:
         raise InputError(f"it has format {saved['format']!r}, and this version reads {FORMAT}")
     if "shards" in saved:
         raise InputError("its tensors are in shards: use imagenet/fsdp.py or scripts/unshard.py")
-    if not isinstance(saved.get("config"), dict):
+    config = saved.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("saved_by", ""), str):
         raise InputError("it has no config")
 
 
 def check_config(saved: dict, config: dict, may_change: frozenset | set) -> None:
     """Raise InputError if flags that both have differ, and are not of those that may."""
     differences = [
-        f"{flag} {saved[flag]} (and this run {value})"
+        f"{flag} {brief(saved[flag])} (and this run {value})"
         for flag, value in as_json(config).items()
         if flag in saved and saved[flag] != value and flag not in may_change
     ]
@@ -245,28 +251,15 @@ def load(saved: dict, state: dict, optional: tuple = ()) -> None:
         if name in optional and not saved.get(name):
             continue
         try:
-            part.load_state_dict(saved[name])
+            if isinstance(part, torch.optim.Optimizer):
+                optimizers.load(part, saved[name])
+            else:
+                part.load_state_dict(saved[name])
         except InputError:
             raise
-        except Exception as error:  # any kind: the file may hold anything
+        # The file may hold anything.
+        except Exception as error:
             raise InputError(f"{name}: {in_one_line(error)}") from error
-        if isinstance(part, torch.optim.Optimizer):
-            match_memory_format(part)
-
-
-def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor the memory format of its weight, which fused optimizers rely on.
-
-    All get memory of their own: none keeps the file mapped, which the next save replaces.
-    """
-    for weight, kept in optimizer.state.items():
-        for name, value in kept.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if value.shape == weight.shape:
-                kept[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-            else:
-                kept[name] = value.clone()
 
 
 def claim(folder: Path, found: Found) -> None:

@@ -4,10 +4,12 @@ import ctypes
 import os
 import re
 import shutil
+from contextlib import suppress
 
 import torch
 
 from common.errors import InputError
+from common.files import cache_folder
 
 # How torchrun, horovodrun, Open MPI, MPICH and srun call the number of processes on this machine.
 # One that srun has started may have started another, which counts.
@@ -169,5 +171,9 @@ def compile_model(model: torch.nn.Module, cuda_graphs: bool = True) -> None:
     """
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
+    # The default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
+    # what it finds there.
+    with suppress(RuntimeError):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     small = sum(weight.numel() for weight in model.parameters()) < 20_000_000
     model.compile(mode="reduce-overhead" if small and cuda_graphs else "default")

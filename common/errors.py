@@ -1,6 +1,7 @@
 """What a recipe says to people: its errors, which launch.plain_exits reports, and its lines."""
 
 import os
+import reprlib
 import sys
 
 
@@ -22,10 +23,25 @@ def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {message}"
 
 
-def show(text: str) -> None:
-    """Print `text`. A terminal that is gone, or a full disk behind it, does not end the run."""
+def brief(value) -> str:
+    """The beginning of a value from a file, which can be of any size."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    return value[:200] if isinstance(value, str) else short.repr(value)
+
+
+def printable(text: str) -> str:
+    """`text` in one line, in which \\x1b stands for what a terminal would act on."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def show(line: str) -> None:
+    """Print a line. A terminal that is gone, or a full disk behind it, does not end the run.
+
+    Texts of files are a part of many lines: the names of classes, and what a checkpoint says.
+    """
     try:
-        print(text, flush=True)
+        print(printable(line), flush=True)
     except OSError:
         # Python would fail again when it flushes at its end.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

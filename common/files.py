@@ -3,7 +3,25 @@
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """The folder for what can be made again, in which no other user writes.
+
+    Raises RuntimeError in a container whose user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def read_regular(path) -> bytes:
+    """The content of a file that has an end: no /dev/zero, and no pipe. Raises OSError."""
+    # O_NONBLOCK: else it waits for somebody who writes to a pipe.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -14,7 +32,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 def write_beside(path: Path, content: bytes | memoryview) -> Path:
     """Write a file beside `path`, from which replace() makes `path`; raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    # One that a crash left may have another name by now: its content stays as it is.
+    # One that a crash left may have another name by now: its content stays as it is. So does the
+    # file behind a link that somebody else made there.
     partial.unlink(missing_ok=True)
     try:
         with open(partial, "xb") as file:
@@ -42,8 +61,9 @@ def link_or_copy(there: Path, path: Path) -> None:
         os.link(there, partial)
     except OSError:
         # The file system has no hard links.
-        shutil.copyfile(there, partial)
-        with open(partial, "rb+") as copy:
+        with open(there, "rb") as file, open(partial, "xb") as copy:
+            shutil.copyfileobj(file, copy)
+            copy.flush()
             os.fsync(copy.fileno())
     os.replace(partial, path)
     # If both names already meant one file, os.replace has done nothing.

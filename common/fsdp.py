@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from common import optimizers
+
 
 def blocks(module: nn.Module):
     """Yield the modules in each list of modules: of ResNet its blocks, of ViT its layers."""
@@ -67,6 +69,7 @@ class WholeOptimizer:
 
     def load_state_dict(self, state: dict) -> None:
         """Load a whole state, which every rank has read; each keeps its share."""
+        optimizers.check(self.optimizer, state)
         own = self.optimizer.state_dict()
         weights = self.weights()
         shares = {

@@ -7,6 +7,7 @@ the same machine, on another one when nobody has touched it for 30 s.
 import multiprocessing.util
 import os
 import socket
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from common.errors import InputError, show
 
 # Seconds without a touch after which a file counts as left behind.
 EXPIRES = 30
+# The same for a file that does not say so: longer, as the clocks of machines differ.
+FORGOTTEN = 600
 # A function for each folder that hold() holds
 to_release = []
 
@@ -29,6 +32,7 @@ def hold(folder: Path) -> None:
     lease = SoftFileLease(folder / ".in-use", lease_duration=EXPIRES, on_compromise=end_if_taken)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_if_left_behind(lease)
         acquire_or_raise(lease)
     except Timeout as error:
         raise InputError(
@@ -41,6 +45,20 @@ def hold(folder: Path) -> None:
         ) from error
     # Unlike atexit, this also works in a process of mp.spawn.
     to_release.append(multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0))
+
+
+def remove_if_left_behind(lease: SoftFileLease) -> None:
+    """Remove a file that no process of these recipes can have, and that nobody has touched lately.
+
+    A power cut leaves an empty one, which filelock would keep for ever.
+    """
+    owner = lease.owner
+    if owner and owner.lease_duration == EXPIRES:
+        # filelock takes it over.
+        return
+    with suppress(OSError):
+        if time.time() - os.stat(lease.lock_file).st_mtime > FORGOTTEN:
+            lease.force_break()
 
 
 def release_all() -> None:
@@ -72,6 +90,7 @@ def acquire_or_raise(lease: SoftFileLease) -> None:
 def held(path: Path):
     """Hold the file `path` within a `with` block, which begins when no other process does."""
     lease = SoftFileLease(path, lease_duration=EXPIRES)
+    remove_if_left_behind(lease)
     try:
         lease.acquire(timeout=10)
     except Timeout:

@@ -60,7 +60,8 @@ class Log:
         if self.folder is not None:
             self._begin_results(config)
             lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
-        show("\n".join(lines))
+        for line in lines:
+            show(line)
         if self.folder is not None:
             self._find_tensorboard()
 

@@ -2,7 +2,7 @@
 
 import json
 
-from common.errors import InputError
+from common.errors import InputError, brief
 
 
 class Metadata(dict):
@@ -39,6 +39,12 @@ def difference(name: str, saved, own) -> str:
             return f"it has {len(saved)} {name}, and this run {len(own)}"
         number = next(n for n in range(len(own)) if saved[n] != own[n])
         return (
-            f"of its {name} number {number} is {saved[number]!r}, and in this run {own[number]!r}"
+            f"of its {name} number {number} is {quoted(saved[number])}, "
+            f"and in this run {quoted(own[number])}"
         )
-    return f"its {name} is {saved!r}, and in this run {own!r}"
+    return f"its {name} is {quoted(saved)}, and in this run {quoted(own)}"
+
+
+def quoted(value) -> str:
+    """The beginning of a value, a text in quotes."""
+    return repr(brief(value)) if isinstance(value, str) else brief(value)

@@ -107,4 +107,5 @@ class Best:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict) -> None:
-        self.value = state["value"]
+        value = state["value"]
+        self.value = None if value is None else float(value)

@@ -3,6 +3,7 @@
 import torch
 
 from common.data import EpochSampler, seed_of
+from common.errors import InputError, brief
 
 
 class Position:
@@ -115,10 +116,10 @@ class Position:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch = int(state["epoch"])
-        self.samples = int(state["samples"])
-        self.steps = int(state["steps"])
-        self.evaluated_at = int(state["evaluated_at"])
+        for name in self.state_dict():
+            if not (type(state[name]) is int and 0 <= state[name] < 2**63):
+                raise InputError(f"its {name} is {brief(state[name])}")
+            setattr(self, name, state[name])
         # The rest of the epoch may fill no batch of this run, with no step to evaluate.
         if self.epoch_over and self.steps == self.evaluated_at:
             self.record_evaluation()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, untrusted
 from common.errors import InputError
 from common.metadata import Metadata
+from common.optimizers import is_plain
 
 # DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
 PREFIXES = ("module.", "_orig_mod.")
@@ -29,7 +30,7 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
         if Path(path).suffix == ".safetensors":
             weights, metadata = read_safetensors(path)
         else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+            weights = untrusted.load(path)
         if isinstance(weights, dict) and "format" in weights and "model" in weights:
             metadata = dict(weights.get("metadata", {}))
             weights = weights["model"]
@@ -73,9 +74,10 @@ def read_safetensors(path: str) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def is_state_dict(saved) -> bool:
-    """Whether it is a dict of tensors by name."""
+    """Whether it is a dict of tensors by name, whose elements lie in memory."""
     return isinstance(saved, dict) and all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in saved.items()
+        isinstance(name, str) and isinstance(value, torch.Tensor) and is_plain(value)
+        for name, value in saved.items()
     )
 
 

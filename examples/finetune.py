@@ -309,7 +309,7 @@ def main():
     metadata = Metadata(classes=train.dataset.classes, mean=normalise.mean, std=normalise.std)
     model, optimizer, lines = build(args, metadata, device, world_size)
     if args.data_dir:
-        lines.append(folders.origin(train.dataset.images, val.dataset.images))
+        lines += folders.origin(train.dataset.images, val.dataset.images)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
     # From --lr up to the rate of each parameter group, and then down to 0.
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)

@@ -310,7 +310,7 @@ def main():
     if args.evaluate:
         # Only the weights count, of whatever run.
         state = {"model": state["model"], "position": position, "metadata": metadata}
-    lines.append(jpegs.origin(train.dataset, val.dataset))
+    lines += jpegs.origin(train.dataset, val.dataset)
     if args.accumulate > 1:
         batch_size = train.sampler.batch_size // args.accumulate
         lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from common import lease
 from common.errors import InputError, in_one_line, show
-from common.files import write_atomically
+from common.files import cache_folder, read_regular, write_atomically
 from images import folders
 
 # Of the index: another number, and it is made again.
@@ -45,6 +45,12 @@ COMPRESSED = {
     b"BZh": "bunzip2",
     b"\x28\xb5\x2f\xfd": "unzstd",
 }
+# Bytes of a file that is compressed in a zip: a small one can unpack to a thousand times its size.
+LARGEST = 2**28
+# Bytes of the text before a file in a tar, such as its name.
+LONGEST_TEXT = 2**20
+# Bytes of a name, as in a file system: in an index each has the room of the longest.
+LONGEST_NAME = 4096
 # A file in a zip begins with a header of this form, its name, and a field of any length.
 ZIP_HEADER = struct.Struct("<26x2H")
 # A zip ends with a record of this size that begins like this, and a comment.
@@ -60,6 +66,25 @@ class Entry(NamedTuple):
     size: int
     crc: int = 0
     deflated: bool = False
+
+
+class Member(tarfile.TarInfo):
+    """A TarInfo that refuses absurd sizes: tarfile reads the text before a file as a whole."""
+
+    TEXTS = (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0 or (member.type in cls.TEXTS and member.size > LONGEST_TEXT):
+            raise tarfile.InvalidHeaderError(f"a size of {member.size}")
+        return member
 
 
 class Archive:
@@ -114,7 +139,10 @@ class Archive:
         content = self._read_behind_header(index, offset, size)
         try:
             if record["deflated"]:
-                content = zlib.decompress(content, wbits=-15)
+                decompressor = zlib.decompressobj(wbits=-15)
+                content = decompressor.decompress(content, LARGEST)
+                if not decompressor.eof:
+                    raise zlib.error(f"it is cut off, or has more than {LARGEST:,} bytes")
         except zlib.error as error:
             raise InputError(f"{self.where(index)}: {error}: fetch the archive again") from error
         if zlib.crc32(content) != record["crc"]:
@@ -258,10 +286,12 @@ def kaggle_classes(path):
     try:
         if beside.exists():
             place = beside
-            content = beside.read_bytes()
+            content = read_regular(beside)
         else:
             place = f"{path}:{name}"
             with zipfile.ZipFile(path) as archive:
+                if archive.getinfo(name).file_size > LARGEST:
+                    raise ValueError(f"it has more than {LARGEST:,} bytes")
                 content = archive.read(name)
     # A damaged zip can raise anything.
     except Exception as error:
@@ -303,8 +333,7 @@ def index_paths(path, split):
     name = f"{path.name}.{split}.index"
     beside = path.with_name(name)
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # In a container a user may have no home.
+        cache = cache_folder()
     except RuntimeError:
         return [beside]
     of_this_archive = blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
@@ -332,11 +361,21 @@ def read_index(path):
     records = np.memmap(path, record_type(header["longest"]), "r", start)
     if zlib.crc32(records) != header["crc"]:
         raise ValueError("damaged")
+    # It may lie beside an archive of somebody else.
+    size_of_archive, _ = header["stat"]
+    sizes_fit = (records["size"] >= 0) & (records["size"] <= size_of_archive)
+    offsets_fit = (records["offset"] >= 0) & (records["offset"] <= size_of_archive)
+    labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
+    are_texts = [isinstance(text, str) for text in [*header["classes"], header["left_out"]]]
+    if not (all(are_texts) and (sizes_fit & offsets_fit & labels_fit).all()):
+        raise ValueError("absurd")
     return header, records
 
 
-def record_type(longest):
+def record_type(longest: int):
     """The dtype of an image in an index; `longest` is the number of bytes of the longest name."""
+    if not 0 < longest <= LONGEST_NAME:
+        raise ValueError(f"names of {longest} bytes")
     return np.dtype(
         [
             ("offset", "<i8"),
@@ -344,7 +383,7 @@ def record_type(longest):
             ("label", "<i4"),
             ("crc", "<u4"),
             ("deflated", "?"),
-            ("name", f"S{longest}"),
+            ("name", f"S{longest:d}"),
         ]
     )
 
@@ -389,6 +428,9 @@ def index_of(path, split, stat, class_of) -> bytes:
         if "/" in name and class_in(name) not in classes:
             of_class = [each for each in others if class_in(each) == class_in(name)]
             raise InputError(folders.no_images(f"{path}/{class_in(name)}", of_class))
+    longest = max((name for name, _ in images), key=len)
+    if len(os.fsencode(longest)) > LONGEST_NAME:
+        raise InputError(f"{path} has names of over {LONGEST_NAME} bytes, such as {longest[:50]}")
     records = records_of(images, classes)
     header = {
         "format": FORMAT,
@@ -519,8 +561,8 @@ def tar_entries(path, bar) -> Iterator[Entry]:
         raise InputError(f"{path}: {error.strerror or error}") from error
 
 
-def entries_between(file, start, end, path, bar):
-    """The entries of the tar from `start` to `end` in a file."""
+def entries_between(file, start, end, path, bar, in_another=False):
+    """The entries of the tar from `start` to `end` in a file, which may be a tar in another."""
     found = {}
     links = {}
     for member in members_between(file, start, end, path):
@@ -537,8 +579,10 @@ def entries_between(file, start, end, path, bar):
                     "pack it again, without --sparse"
                 )
         elif is_tar:
+            if in_another:
+                raise InputError(f"{path}:{name} is a tar within a tar within a tar: unpack it")
             begin = member.offset_data
-            for entry in entries_between(file, begin, begin + member.size, path, bar):
+            for entry in entries_between(file, begin, begin + member.size, path, bar, True):
                 yield entry._replace(name=f"{name[:-4]}/{entry.name}")
         else:
             found[name] = Entry(name, member.offset_data, member.size)
@@ -573,8 +617,12 @@ def members_between(file, start, end, path):
             return
         file.seek(offset)
         try:
-            member = tarfile.TarInfo.fromtarfile(tar)
-        except (tarfile.TarError, ValueError) as error:
+            member = Member.fromtarfile(tar)
+            # A text before it can say another size than its header.
+            if member.size < 0:
+                raise tarfile.InvalidHeaderError(f"a size of {member.size}")
+        # RecursionError: many names for one file.
+        except (tarfile.TarError, ValueError, RecursionError) as error:
             if file.tell() >= end:
                 raise InputError(cut_off(path, tarfile.BLOCKSIZE)) from error
             if offset == 0:

@@ -82,10 +82,10 @@ def metadata(train_set) -> Metadata:
     return Metadata(classes=train_set.classes, mean=normalise.mean, std=normalise.std)
 
 
-def origin(train_set, val_set):
+def origin(train_set, val_set) -> list[str]:
     """Lines that say where the images are, and which files there are left out."""
     if isinstance(train_set, Repeated):
-        return f"{len(train_set):,} generated images, of which {len(train_set.images)} differ"
+        return [f"{len(train_set):,} generated images, of which {len(train_set.images)} differ"]
     return folders.origin(train_set.files, val_set.files)
 
 

@@ -5,10 +5,11 @@ it. All ranks call `save`, and load what `read` returns.
 """
 
 import contextlib
+import pickle
 import shutil
 import time
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from common import checkpoint, fsdp
-from common.errors import RunError
+from common.errors import RunError, in_one_line
 from common.position import Position
+
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 class Shard(NamedTuple):
@@ -26,6 +29,52 @@ class Shard(NamedTuple):
 
     folder: Path
     name: str
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Unpickles the .metadata of a folder of shards, and calls nothing that it does not need."""
+
+    NEEDED = frozenset(
+        {
+            # Not BytesStorageMetadata: what it announces would be unpickled, too.
+            "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+            "torch.distributed.checkpoint.metadata.Metadata",
+            "torch.distributed.checkpoint.metadata.MetadataIndex",
+            "torch.distributed.checkpoint.metadata.StorageMeta",
+            "torch.distributed.checkpoint.metadata.TensorProperties",
+            "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+            "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+            "torch.distributed.checkpoint.filesystem._StorageInfo",
+            "torch.serialization._get_layout",
+            "torch.Size",
+        }
+    )
+
+    def find_class(self, module, name):
+        if module.startswith("pathlib") and name == "PosixPath":
+            return PurePosixPath
+        is_dtype = module == "torch" and name in DTYPES
+        if is_dtype or f"{module}.{name}" in self.NEEDED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it calls {module}.{name}, which no checkpoint needs")
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads a folder of shards that a stranger may have made."""
+
+    def read_metadata(self, *args, **kwargs) -> dcp.Metadata:
+        """Raises pickle.UnpicklingError for what a checkpoint does not need, or anything."""
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            metadata = PlainUnpickler(file).load()
+        for place in metadata.storage_data.values():
+            if not is_name(place.relative_path):
+                raise pickle.UnpicklingError(f"it names the file {place.relative_path!r}")
+        return metadata
+
+
+def is_name(text) -> bool:
+    """Whether it is the name of a file or folder, and no path to another one."""
+    return isinstance(text, str) and text == Path(text).name
 
 
 class Model(fsdp.WholeModel):
@@ -61,10 +110,12 @@ def filled(values: dict, weights: dict) -> dict:
     if not shares:
         return values
     try:
-        dcp.load(shares, checkpoint_id=folder)
+        dcp.load(shares, storage_reader=Reader(folder))
     # It is not an Exception.
     except dcp.api.CheckpointException as error:
-        raise ValueError(error) from error
+        # Each rank's, with its stack.
+        reason, _ = next(iter(error.failures.values()))
+        raise ValueError(reason) from error
     return {
         name: shares[value.name] if isinstance(value, Shard) else value
         for name, value in values.items()
@@ -125,7 +176,8 @@ def remove_unused(folder: Path) -> None:
         for path in folder.glob("*.pt"):
             with contextlib.suppress(checkpoint.CorruptCheckpoint):
                 saved, _ = checkpoint.read(path)
-                used.add(saved.get("shards", {}).get("folder"))
+                if "shards" in saved:
+                    used.add(saved["shards"]["folder"])
         for old in folder.glob("shards-*-*-*"):
             if old.name not in used:
                 shutil.rmtree(old, ignore_errors=True)
@@ -137,12 +189,28 @@ def read(path: Path) -> tuple[dict, int]:
     Raises CorruptCheckpoint also if the CRC-32 of a file of shards is wrong.
     """
     saved, fingerprint = checkpoint.read(path)
-    shards = saved.pop("shards", None)
-    if shards is None:
-        return saved, fingerprint
-    folder = path.parent / shards["folder"]
+    if "shards" in saved:
+        try:
+            put_shards(saved, path.parent)
+        except (OSError, checkpoint.CorruptCheckpoint):
+            raise
+        # The file may hold anything.
+        except Exception as error:
+            raise checkpoint.CorruptCheckpoint(f"it is damaged ({in_one_line(error)})") from error
+    return saved, fingerprint
+
+
+def put_shards(saved, parent):
+    """Put Shards in the place of their names into `saved`, which was read from the folder `parent`.
+
+    Raises OSError, CorruptCheckpoint, or anything for a file that save() did not write.
+    """
+    shards = saved.pop("shards")
+    if not all(map(is_name, [shards["folder"], *shards["files"]])):
+        raise checkpoint.CorruptCheckpoint("it names shards in another folder")
+    folder = parent / shards["folder"]
     for name, crc in shards["files"].items():
-        if not (folder / name).exists() or crc32(folder / name) != crc:
+        if not (folder / name).is_file() or crc32(folder / name) != crc:
             raise checkpoint.CorruptCheckpoint(f"{folder / name} is damaged, or missing")
 
     def with_shards(values):
@@ -154,7 +222,6 @@ def read(path: Path) -> tuple[dict, int]:
     state = saved["optimizer"]["state"]
     saved["model"] = with_shards(saved["model"])
     saved["optimizer"]["state"] = {number: with_shards(kept) for number, kept in state.items()}
-    return saved, fingerprint
 
 
 def crc32(path: Path) -> int:

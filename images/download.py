@@ -18,7 +18,8 @@ def download(folder: Path, files: list[str], fetch) -> None:
     """
 
     def missing():
-        return [name for name in files if not (folder / name).exists()]
+        # A link to /dev/zero would be read without end.
+        return [name for name in files if not (folder / name).is_file()]
 
     if not missing():
         return

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
 
 from common.errors import InputError
+from common.files import read_regular
 from images.decode import decoded, open_image
 
 # Which files count. Hidden ones do not, such as ._1.jpg, which macOS writes beside 1.jpg.
@@ -69,8 +70,7 @@ class Folder(Dataset):
         """The bytes of an image file; raises InputError."""
         path = self.where(index)
         try:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
+            return read_regular(path)
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}") from error
 
@@ -153,14 +153,14 @@ def check_classes(train, val) -> None:
         )
 
 
-def origin(train, val) -> str:
+def origin(train, val) -> list[str]:
     """Lines for the log: where the images of two Folders or Archives are, and what is left out."""
     both = (train, val)
     lines = [" and ".join(f"{len(each):,} images in {each.path}" for each in both)]
     for each in both:
         if each.left_out:
             lines.append(f"left out of {each.path}: {each.left_out}; images are {IMAGES}")
-    return "\n".join(lines)
+    return lines
 
 
 def in_words(names: list[str]) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
-from common.errors import InputError
+from common.errors import InputError, in_one_line
 from common.files import write_atomically
 from common.process import launch
+from common.weights import is_state_dict
 
 
 def main():
@@ -37,9 +38,15 @@ def main():
         )
     if args.weights.exists():
         raise InputError(f"{args.weights} already exists")
+    if not is_state_dict(saved.get("model")):
+        raise InputError(f"{args.checkpoint} has no model, a dict of tensors by name")
     # safetensors takes neither views nor other memory formats.
     weights = {name: tensor.contiguous().clone() for name, tensor in saved["model"].items()}
-    metadata = {name: json.dumps(value) for name, value in saved.get("metadata", {}).items()}
+    try:
+        metadata = {name: json.dumps(value) for name, value in saved.get("metadata", {}).items()}
+    # The file may hold anything.
+    except Exception as error:
+        raise InputError(f"{args.checkpoint}, metadata: {in_one_line(error)}") from error
     try:
         write_atomically(args.weights, save(weights, metadata))
     except OSError as error:

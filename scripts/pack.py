@@ -45,7 +45,8 @@ def main():
             if (args.to / f"{split}.tar").exists():
                 raise InputError(f"{args.to / f'{split}.tar'} already exists")
         require_space(args.to, splits.values())
-        show(folders.origin(train, val))
+        for line in folders.origin(train, val):
+            show(line)
         for split, files in splits.items():
             pack(files, args.to / f"{split}.tar", args.order)
             archives.Archive(args.to / f"{split}.tar", split)
@@ -69,9 +70,11 @@ def pack(files, to, order):
     if order == "random":
         random.Random(0).shuffle(indices)
     partial = to.with_name(f".{to.name}.partial")
+    # Of a run that was killed, or a link that somebody else made there.
+    partial.unlink(missing_ok=True)
     try:
         # Python's default form has a second header for each image, for the fraction of a time.
-        with tarfile.open(partial, "w", format=tarfile.GNU_FORMAT, dereference=True) as archive:
+        with tarfile.open(partial, "x", format=tarfile.GNU_FORMAT, dereference=True) as archive:
             for index in tqdm(indices, desc=to.name, unit="images", disable=None):
                 path = files.where(index)
                 archive.add(path, os.path.relpath(path, files.path))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import results
+from common.errors import show
 
 OF_A_RUN = ("log_dir", "resume")
 # What a run has not.
@@ -51,7 +52,7 @@ def main():
     for file, (config, evaluations) in zip(files, runs, strict=True):
         row = [file.parent, *(config.get(name, NONE) for name in names)]
         row += last_cells(config, evaluations)
-        print("| " + " | ".join(map(str, row)) + " |")
+        show("| " + " | ".join(map(str, row)) + " |")
 
 
 def last_cells(config, evaluations):

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
-from common.errors import InputError
+from common.errors import InputError, in_one_line
 from common.files import write_atomically
 from common.process import launch
 from imagenet import shards
@@ -35,7 +35,12 @@ def main():
         raise InputError(f"{args.checkpoint} is one file already")
     if args.whole.exists():
         raise InputError(f"{args.whole} already exists")
-    tensors = read_whole(folders.pop())
+    folder = folders.pop()
+    try:
+        tensors = read_whole(folder)
+    # CheckpointException is not an Exception.
+    except (Exception, dcp.api.CheckpointException) as error:
+        raise InputError(f"{folder} is damaged ({in_one_line(error)})") from error
 
     def whole(values):
         return {
@@ -55,14 +60,17 @@ def main():
 
 
 def read_whole(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors in a folder of shards."""
-    about = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    """All tensors in a folder of shards. Of a stranger's, it can raise anything."""
+    about = shards.Reader(folder).read_metadata().state_dict_metadata
+    needed = sum(one.size.numel() * one.properties.dtype.itemsize for one in about.values())
+    if needed > sum(file.stat().st_size for file in folder.iterdir()):
+        raise ValueError(f"{needed:,} bytes of tensors in smaller files")
     tensors = {
         name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in about.items()
     }
     # torch warns that there is only one process.
     warnings.simplefilter("ignore")
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    dcp.load(tensors, storage_reader=shards.Reader(folder), no_dist=True)
     return tensors
 
 

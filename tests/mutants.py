@@ -534,6 +534,36 @@ MUTANTS = [
         {"set(own) < set(own_cores(os.getppid()))": "len(own) < os.cpu_count()"},
         "tests/common/test_devices.py::test_cores_of_a_process",
     ),
+    Mutant(
+        "momentum of any shape",
+        "common/optimizers.py",
+        {"(fused and not fits)": "False"},
+        "tests/common/test_untrusted.py::test_a_value_that_no_run_has",
+    ),
+    Mutant(
+        "lists that hold each other",
+        "common/untrusted.py",
+        {"if count + len(left) > MOST_VALUES:": "if False:"},
+        "tests/common/test_untrusted.py::test_what_is_refused_is_not_saved",
+    ),
+    Mutant(
+        "names that a terminal acts on",
+        "common/errors.py",
+        {"print(printable(line), flush=True)": "print(line, flush=True)"},
+        "tests/common/test_untrusted.py::test_nothing_that_a_terminal_acts_on_is_printed",
+    ),
+    Mutant(
+        "shards in any folder",
+        "imagenet/shards.py",
+        {"isinstance(text, str) and text == Path(text).name": "isinstance(text, str)"},
+        "tests/recipes/test_fsdp.py::test_shards_of_a_stranger",
+    ),
+    Mutant(
+        "an index that is believed",
+        "imagenet/archives.py",
+        {"(sizes_fit & offsets_fit & labels_fit).all()": "True"},
+        "tests/imagenet/test_archives.py::test_an_index_of_somebody_else",
+    ),
     # On a cluster.
     Mutant(
         "an array whose tasks all have the first rate",

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common import lease
-from common.errors import InputError, RunError
+from common.errors import InputError, RunError, printable
 from common.process import signals
 from common.process.parent import RANKS, die_with_parent
 
@@ -232,7 +232,7 @@ def last_words(error: Exception) -> str:
     text = str(error)
     if text.startswith("Caught "):
         text = re.split(r"\n[\w.]+: ", text)[-1]
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def check_world_size(world_size: int) -> None:

@@ -1,5 +1,9 @@
-"""CIFAR-10's crops, the same on any number of processes, and its ResNet-18."""
+"""CIFAR-10's files, its crops, the same on any number of processes, and its ResNet-18."""
 
+import pickle
+import struct
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from cifar10 import cifar
 from common.data import EpochSampler
+from common.errors import InputError
 
 pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
@@ -104,3 +109,44 @@ def test_resnet18():
     model = cifar.build("resnet18")
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962
+
+
+def text(content):
+    """A text in a pickle."""
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+def test_a_batch_of_pointers(tmp_path):
+    """numpy.ndarray((100,), "O", bytes) is an array of pointers, which the file chooses."""
+    pointers = b"c_codecs\nencode\n" + text(b"A" * 800) + text(b"latin1") + b"\x86R"
+    labels = b"cnumpy\nndarray\n(Kd\x85" + text(b"O") + pointers + b"tR"
+    images = b"cnumpy\nndarray\n(KdM\x00\x0c\x86" + text(b"B") + b"tR"
+    batch = b"\x80\x02}(" + text(b"data") + images + text(b"labels") + labels + b"u."
+    write_batches(tmp_path, batch)
+    with pytest.raises(InputError, match="is damaged"):
+        cifar.load(tmp_path, None, 0)
+
+
+@pytest.mark.parametrize("called", ["os\nsystem", "builtins\neval", "numpy\nload"])
+def test_a_batch_that_calls(called, tmp_path):
+    write_batches(tmp_path, b"c" + called.encode() + b"\n(S'id'\ntR.")
+    with pytest.raises(InputError, match=f"it calls {called.replace(chr(10), '.')}"):
+        cifar.load(tmp_path, None, 0)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_batches_of_any_pickle(protocol, tmp_path):
+    images = np.random.default_rng(0).integers(256, size=(20, 3072), dtype=np.uint8)
+    batch = {"data": images, "labels": [number % 10 for number in range(20)]}
+    write_batches(tmp_path, pickle.dumps(batch, protocol))
+    train, _ = cifar.load(tmp_path, None, 0)
+    read, labels = train.tensors
+    assert np.array_equal(read[-20:].numpy().reshape(20, -1), images)
+    assert labels[-20:].tolist() == batch["labels"]
+
+
+def write_batches(folder, content):
+    """Write all files of CIFAR-10 with the same content."""
+    for name in cifar.TRAIN_FILES + cifar.VAL_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)

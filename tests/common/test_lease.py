@@ -104,3 +104,20 @@ def test_a_download_that_another_process_has_begun(tmp_path):
         job.wait_for(f"waiting for process {os.getpid()} on ")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == -signal.SIGTERM
+
+
+OTHER = "filelock/2\npid=99999999\nhost=other\nmode=lease\ntoken={}\nduration=60.0\nstart=1\n"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("content", ["", OTHER.format("5" * 32), "junk"])
+def test_a_file_that_names_no_owner(content, tmp_path):
+    """A power cut leaves an empty one. It counts as left behind, but not while it is new."""
+    path = tmp_path / ".in-use"
+    path.write_text(content)
+    os.utime(path, (0, 0))
+    with lease.held(path):
+        assert path.read_text() != content
+    path.write_text(content)
+    lease.remove_if_left_behind(lease.SoftFileLease(path, lease_duration=lease.EXPIRES))
+    assert path.read_text() == content

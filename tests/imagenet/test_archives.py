@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import pickle
 import pwd
@@ -10,12 +11,15 @@ import subprocess
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from forked import ForkedJob, compute
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from launch import as_nobody, assert_same, checkpoint, place, wait_until
 from PIL import Image
 from recipes import ROOT, waiting_copy
@@ -685,3 +689,150 @@ def test_processes_that_are_not_forked_map_the_index(tree, tmp_path):
     copy = pickle.loads(sent)
     assert copy.read(5) == found.read(5)
     assert copy.labels.tolist() == found.labels.tolist()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda header, _: header.update(longest="1,O"),
+        lambda header, _: header.update(longest=-1),
+        lambda header, _: header.update(longest=2**40),
+        lambda header, _: header.update(classes=[1, 2, 3]),
+        lambda header, _: header.update(classes=["one"]),
+        lambda header, _: header.update(stat="a"),
+        lambda _, records: records["size"].__setitem__(0, 2**40),
+        lambda _, records: records["size"].__setitem__(0, -1),
+        lambda _, records: records["offset"].__setitem__(0, -1),
+        lambda _, records: records["label"].__setitem__(0, 3),
+    ],
+)
+def test_an_index_of_somebody_else(edit, tree, tmp_path, capsys):
+    """What no archive has is not believed: "1,O" is a dtype of pointers."""
+    path = tmp_path / "train.tar"
+    index = tmp_path / "train.tar.train.index"
+    pack(path, files_of(tree / "train"))
+    archives.Archive(path, "train")
+    whole = index.read_bytes()
+    header, records = archives.read_index(index)
+    records = np.array(records)
+    edit(header, records)
+    header["crc"] = zlib.crc32(records)
+    index.write_bytes(json.dumps(header).encode() + b"\n" + records.tobytes())
+    capsys.readouterr()
+    archives.Archive(path, "train")
+    assert "making the index" in capsys.readouterr().out
+    assert index.read_bytes() == whole
+
+
+def header_of(name, size, kind=b"0"):
+    """The header of a file in a tar, with any size."""
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    content = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    content[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    content[148:156] = b" " * 8
+    content[148:156] = b"%06o\0 " % sum(content)
+    return bytes(content)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "begin",
+    [
+        header_of("cat/1.jpg", -1024),
+        header_of("long", -1, tarfile.GNUTYPE_LONGNAME),
+        header_of("long", 2**40, tarfile.GNUTYPE_LONGNAME),
+        header_of("pax", 2**40, tarfile.XHDTYPE),
+        header_of("long", 2**22, tarfile.GNUTYPE_LONGNAME) + b"a" * 2**22 + header_of("x", 0),
+        header_of("pax", 512, tarfile.XHDTYPE)
+        + b"13 size=-512\n".ljust(512, b"\0")
+        + header_of("cat/1.jpg", 0),
+        2000 * (header_of("long", 4, tarfile.GNUTYPE_LONGNAME) + b"cat\0".ljust(512, b"\0")),
+    ],
+    ids=["back", "name", "endless name", "endless text", "4 MiB", "back, in a text", "names"],
+)
+def test_a_tar_with_absurd_sizes(begin, tmp_path):
+    """It is refused, and not read without end, or into memory."""
+    path = tmp_path / "train.tar"
+    path.write_bytes(begin + bytes(10240))
+    # A file of any size takes no space.
+    os.truncate(path, 2**41)
+    with pytest.raises(InputError, match=r"train.tar is (no tar archive|damaged)"):
+        archives.Archive(path, "train")
+
+
+@pytest.mark.check
+def test_a_name_of_any_length(tree, tmp_path):
+    image = jpeg_of(tree)
+    pack(tmp_path / "train.tar", {f"cat/{'a/' * 5000}1.jpg": image}, format=tarfile.PAX_FORMAT)
+    with pytest.raises(InputError, match="names of over 4096 bytes"):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.check
+def test_tars_within_tars_within_tars(tree, tmp_path):
+    content = jpeg_of(tree)
+    for name in ("1.jpg", "cat.tar", "more.tar"):
+        pack(tmp_path / "train.tar", {name: content})
+        content = (tmp_path / "train.tar").read_bytes()
+    with pytest.raises(InputError, match="a tar within a tar within a tar"):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.check
+def test_an_image_that_unpacks_to_a_thousand_times_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "LARGEST", 2**20)
+    path = tmp_path / archives.ZIP
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train/cat/1.jpg", bytes(2**21))
+        archive.writestr("LOC_val_solution.csv", bytes(2**21))
+    with pytest.raises(InputError, match="has more than 1,048,576 bytes"):
+        archives.Archive(path, "train").read(0)
+    with pytest.raises(InputError, match="it has more than 1,048,576 bytes"):
+        archives.kaggle_classes(path)
+
+
+FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", ["tar", "zip", "index"])
+def test_fuzz(kind, tree, tmp_path):
+    """A file of any bytes: the images are read, or one line says what is wrong."""
+    files = {f"train/{name}": path for name, path in files_of(tree / "train").items()}
+    path = tmp_path / ("train.tar" if kind != "zip" else archives.ZIP)
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, image in files.items():
+                archive.write(image, name)
+    else:
+        pack(path, files)
+    archives.Archive(path, "train")
+    index = path.with_name(f"{path.name}.train.index")
+    fuzzed = index if kind == "index" else path
+    whole = fuzzed.read_bytes()
+
+    @settings(max_examples=FUZZ, deadline=None)
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, len(whole) - 1), st.binary(max_size=8), st.integers(0, 64)),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    def read(edits):
+        content = bytearray(whole)
+        for position, inserted, removed in edits:
+            content[position : position + removed] = inserted
+        if kind != "index":
+            index.unlink(missing_ok=True)
+        fuzzed.write_bytes(content)
+        try:
+            archive = archives.Archive(path, "train")
+            for number in range(len(archive)):
+                archive.read(number)
+        except InputError as error:
+            assert len(str(error)) < 1000
+
+    read()

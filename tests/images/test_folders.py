@@ -71,7 +71,7 @@ def test_files_with_other_endings_are_counted(tree):
         (tree / "train" / name).touch()
     train, val = folders.find(tree)
     assert train.left_out == "2 .avif, 1 without ending, 1 .jp2, 1 .csv (such as 'cat/a.avif')"
-    assert folders.origin(train, val).splitlines() == [
+    assert folders.origin(train, val) == [
         f"8 images in {tree}/train and 8 images in {tree}/val",
         f"left out of {tree}/train: {train.left_out}; images are <class>/*.jpg, *.jpeg, *.png, "
         "*.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp",
@@ -160,4 +160,14 @@ def test_an_image_that_cannot_be_decoded(tree):
     path.write_bytes(path.read_bytes()[:500])
     train, _ = folders.find(tree)
     with pytest.raises(InputError, match=r"train/cat/0.png cannot be decoded .*: fetch it again"):
+        train[0]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo])
+def test_an_image_without_an_end(make, tree):
+    path = tree / "train" / "cat" / "0.png"
+    path.unlink()
+    make(path)
+    train, _ = folders.find(tree)
+    with pytest.raises(InputError, match=r"0.png: it is no regular file"):
         train[0]

@@ -75,7 +75,7 @@ def job(image, tmp_path):
     lines = "".join(
         f"                - {flag}\n" for flag in [*FLAGS.split(), "--checkpoint-every=3"]
     )
-    (document,) = documents("kubernetes/mpijob.yaml", CHANGES | {RECIPE: lines})
+    _, document = documents("kubernetes/mpijob.yaml", CHANGES | {RECIPE: lines})
     with Namespace(tmp_path) as namespace:
         yield MPIJob(namespace, document["spec"], image("horovod"))
 

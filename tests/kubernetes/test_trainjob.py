@@ -30,7 +30,7 @@ def template(spec):
 
 def test_an_evicted_pod(image, tmp_path):
     """It saves, and its successor joins the other: the weights of two local processes."""
-    (document,) = documents("kubernetes/trainjob.yaml", CHANGES)
+    _, document = documents("kubernetes/trainjob.yaml", CHANGES)
     spec = document["spec"]
 
     with Namespace(tmp_path) as namespace:

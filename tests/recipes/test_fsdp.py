@@ -3,13 +3,19 @@
 (That it computes what DDP does: test_parity.py.)
 """
 
+import io
+import os
+import pathlib
+import pickle
 import random
 import shutil
 import time
+import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from forked import ForkedJob, compute
 from launch import (
     TOLERANCE,
@@ -24,11 +30,13 @@ from launch import (
     wait_until,
 )
 from recipes import ROOT, STEP, in_float64, small, waiting_copy
+from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchvision import models
 
+import shards
 from common import fsdp
 
 
@@ -144,15 +152,15 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
 
 
 def test_killed_in_a_sharded_save(tmp_path):
-    """SIGKILL at ten random moments of a run that always saves: it goes on each time."""
+    """SIGKILL at four random moments of a run that always saves: it goes on each time."""
     # 12 steps of 64 images in each epoch. The run that is killed never comes to its last one.
-    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=7 * 12)
-    flags = "--synthetic 768 --epochs 8 -G 64 --checkpoint-every 1 --resume auto"
+    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=3 * 12)
+    flags = "--synthetic 768 --epochs 4 -G 64 --checkpoint-every 1 --resume auto"
     command = f"{SHARDED} {flags}"
     killed = command.replace(f"{ROOT}/imagenet", str(copy))
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
-    for turn in range(10):
+    for turn in range(4):
         there = set(folder.glob("shards-*"))
         job = ForkedJob(f"{killed} --log-dir part", cwd=tmp_path)
         # In its first save, or once that is done.
@@ -237,3 +245,57 @@ def test_evaluation_of_unequal_shares(tmp_path):
         cwd=tmp_path,
     )
     assert place(checkpoint(tmp_path / "log")) == (1, 0)  # two validation images on three ranks
+
+
+class Call:
+    """What somebody else's pickle may do."""
+
+    def __reduce__(self):
+        return os.system, ("touch called",)
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "beside", "in .metadata"])
+def test_shards_of_a_stranger(where, part, tmp_path):
+    """No file outside of the checkpoint's folder is read, and nothing is called."""
+    folder = copied(part, tmp_path)
+    if where != "in .metadata":
+        shutil.move(folder, tmp_path / "other")
+        folder = tmp_path / "other"
+    call = pickle.dumps(Call())
+    (folder / ".metadata").write_bytes(call)
+    saved = checkpoint(part)
+    names = {"elsewhere": str(folder), "beside": "../other", "in .metadata": folder.name}
+    saved["shards"]["folder"] = names[where]
+    saved["shards"]["files"][".metadata"] = zlib.crc32(call)
+    torch.save(saved, tmp_path / "part" / "last.pt")
+    says = "it names shards in another folder"
+    if where == "in .metadata":
+        says = "it calls posix.system, which no checkpoint needs"
+    unshard = f"python {ROOT}/scripts/unshard.py part/last.pt whole.pt"
+    assert says in compute(unshard, tmp_path, status=2)
+    assert says in resumed(tmp_path, "part/last.pt", 2)
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "value",
+    [Call(), metadata.BytesStorageMetadata(), pathlib.Path.home, torch.nn.Linear(1, 1)],
+    ids=["a call", "bytes to unpickle", "a method", "a module"],
+)
+def test_metadata_of_a_stranger(value, tmp_path):
+    with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
+        shards.PlainUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+
+@pytest.mark.check
+def test_metadata_that_names_a_file_elsewhere(tmp_path):
+    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    about = pickle.loads(path.read_bytes())
+    assert shards.Reader(tmp_path).read_metadata().storage_data == about.storage_data
+    for stored in about.storage_data.values():
+        stored.relative_path = "../elsewhere"
+    path.write_bytes(pickle.dumps(about))
+    with pytest.raises(pickle.UnpicklingError, match=r"it names the file '\.\./elsewhere'"):
+        shards.Reader(tmp_path).read_metadata()

@@ -1,0 +1,74 @@
+"""torch.load for files of strangers: they run no code, and a small file does not become large."""
+
+import os
+import pickletools
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+# Lists and dicts can hold each other many times: forty short ones are a text without end.
+MOST_VALUES = 1_000_000
+BYTEARRAY = "it has a bytearray"
+
+
+def load(path: Path | str):
+    """What torch.save wrote to the file `path`. Its tensors are mapped where they can be.
+
+    Raises OSError, ValueError for a file that nobody needs, and for a damaged one anything.
+    """
+    in_zip = zipfile.is_zipfile(path)
+    for pickled in pickles_in_zip(path) if in_zip else pickles_before_1_6(path):
+        refuse_bytearray(pickled)
+    # weights_only: a pickle could run code. mmap: the ranks of a machine share the memory.
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=in_zip)
+    refuse_many_values(saved)
+    return saved
+
+
+def pickles_in_zip(path) -> Iterator[bytes]:
+    """What torch.load unpickles."""
+    with zipfile.ZipFile(path) as archive:
+        refuse_compressed(archive)
+        for entry in archive.infolist():
+            if entry.filename.endswith("data.pkl"):
+                yield archive.read(entry)
+
+
+def refuse_compressed(archive: zipfile.ZipFile) -> None:
+    """torch.save compresses nothing, and no entry of it is in the place of another."""
+    size = os.path.getsize(archive.filename)
+    if sum(entry.file_size for entry in archive.infolist()) > size:
+        raise ValueError("it is larger than its file")
+
+
+def pickles_before_1_6(path):
+    """The same of a file that an old torch has written: four pickles, and then the tensors."""
+    with open(path, "rb") as file:
+        for _ in range(4):
+            yield file
+
+
+def refuse_bytearray(pickled) -> None:
+    """bytearray(10**15) is a few bytes in a pickle, and torch.load would call it."""
+    for operation, argument, _ in pickletools.genops(pickled):
+        if operation.name == "GLOBAL" and argument.endswith(" bytearray"):
+            raise ValueError(BYTEARRAY)
+
+
+def refuse_many_values(saved) -> None:
+    """Raise ValueError if somebody who goes through all of it would not come to an end."""
+    left = [saved]
+    count = 0
+    while left:
+        value = left.pop()
+        count += 1
+        if isinstance(value, bytearray):
+            raise ValueError(BYTEARRAY)
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple | set):
+            left += value
+        if count + len(left) > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values outside of tensors")
