@@ -20,8 +20,11 @@ set -euo pipefail
 
 recipe=${1:-cifar10/ddp_launch.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))  # below 32768: Linux assigns higher ports to outgoing connections
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
+# connections.
+port=$(shuf -i 20000-29999 -n 1)
+id=$(< /proc/sys/kernel/random/uuid)
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted group can read addresses of dead ranks
 export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
@@ -41,6 +44,6 @@ exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     bash -c 'trap "" USR1 USR2 TERM; exec torchrun --signals-to-handle=SIGINT \
         --rdzv-conf="is_host=$((SLURM_NODEID == 0))" "$@"' \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$processes" \
-    --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$SLURM_JOB_ID" --max-restarts="${RESTARTS:-0}" \
+    --rdzv-backend=c10d --rdzv-endpoint="$host:$port" --rdzv-id="$id" --max-restarts="${RESTARTS:-0}" \
     "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto \
     --checkpoint-every 500 "${@:2}"

@@ -20,8 +20,10 @@ set -euo pipefail
 
 recipe=${1:-cifar10/ddp_spawn.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768: Linux assigns higher ports to outgoing connections
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
+# connections.
+MASTER_PORT=$(shuf -i 20000-29999 -n 1)
 OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
 export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md

@@ -26,8 +26,10 @@ if [ "${SLURM_NTASKS:-}" != $((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-0})) ]; t
 fi
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # What torchrun would set for each process: where rank 0 listens, and from SLURM's variables who the process is
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # below 32768: Linux assigns higher ports to outgoing connections
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
+# connections.
+MASTER_PORT=$(shuf -i 20000-29999 -n 1)
 export MASTER_ADDR MASTER_PORT
 # shellcheck disable=SC2016  # the bash of each task expands them
 who='RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE'

@@ -11,5 +11,11 @@ set -euo pipefail
 repository=$(dirname "$0")/..
 hosts=$("$repository/slurm/hosts.sh" "${1:-}")
 processes=$(awk -v RS=, -F: '{ sum += $NF } END { print sum }' <<< "$hosts")
+# horovodrun puts all variables into the command lines of its processes, where every user of a host can read them: so it
+# gets only these. Add what your recipe needs.
+variables=()
+for name in $(compgen -e | grep -E '^(PATH|HOME|USER|LANG|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|TMPDIR|SSH_AUTH_SOCK|OMP_NUM_THREADS|(CUDA|NCCL|HOROVOD|OMPI|GLOO)_.*)$'); do
+    variables+=("$name=${!name}")
+done
 # --network-interfaces eth0: if it uses the wrong one. --gloo: without MPI
-exec horovodrun -np "$processes" -H "$hosts" python "${2:-$repository/cifar10/hvd.py}" "${@:3}"
+exec env -i "${variables[@]}" horovodrun -np "$processes" -H "$hosts" python "${2:-$repository/cifar10/hvd.py}" "${@:3}"

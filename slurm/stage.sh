@@ -25,6 +25,10 @@ copy() {
         needed=$((needed + $(stat -Lc %s "$file")))
     done
     mkdir -p "$to"
+    # Anybody can make a folder of this name in /tmp before the job does.
+    if [ ! -O "$to" ] || [ -L "$to" ]; then
+        fail "$to is of another user on $(hostname)"
+    fi
     free=$(df --output=avail --block-size=1 "$to" | tail -n 1)
     [ "$needed" -le "$free" ] ||
         fail "$(hostname) has $(numfmt --to=iec "$free")B left in $to, and $(numfmt --to=iec "$needed")B are needed"
