@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 import uuid
+from importlib.metadata import version
 
 import filelock
 import pytest
@@ -57,9 +58,15 @@ def build(target):
     base = "localhost/recipes-test-base"
     image = f"localhost/recipes-test-{target}"
     # What make test has built is built once: it takes minutes, and many more beside other tests.
-    wheels = []
-    if (ROOT / ".venv" / "wheels").exists():
-        wheels = [f"--volume={ROOT}/.venv/wheels:/wheels:ro", "--build-arg=HOROVOD_WHEELS=/wheels"]
+    # A wheel of Horovod fits one torch: the image gets the same.
+    folder = ROOT / ".venv" / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "torch.txt").write_text(f"torch=={version('torch').partition('+')[0]}\n")
+    wheels = [
+        f"--volume={folder}:/wheels:ro",
+        "--build-arg=HOROVOD_WHEELS=/wheels",
+        "--env=PIP_CONSTRAINT=/wheels/torch.txt",
+    ]
     with filelock.FileLock("/var/lock/recipes-test-image.lock"):
         if not podman("images", "--quiet", base):
             subprocess.run(["bash", "-eo", "pipefail", "-c", BASE + base], check=True)
