@@ -39,8 +39,11 @@ $(VENV)/.tools: $(VENV)/.recipes tests/requirements.txt
 	$(VENV)/bin/pip install --quiet -r tests/requirements.txt
 	touch $@
 
+# Without an old wheel, which another script has built, or a machine without MPI.
 $(VENV)/.horovod: $(VENV)/.recipes scripts/install_horovod.sh
-	PYTHON="$(abspath $(VENV))/bin/python" HOROVOD_WHEELS="$(abspath $(VENV))/wheels" scripts/install_horovod.sh && touch $@ || test -z "$(REQUIRE_ALL)"
+	rm -rf $(VENV)/wheels/torch-*
+	PYTHON="$(abspath $(VENV))/bin/python" HOROVOD_WHEELS="$(abspath $(VENV))/wheels" scripts/install_horovod.sh \
+		&& touch $@ || test -z "$(REQUIRE_ALL)"
 
 benchmarks: $(VENV)/.tools $(VENV)/.horovod
 	PATH="$(abspath $(VENV))/bin:$$PATH" benchmarks/all.sh

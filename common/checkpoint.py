@@ -59,7 +59,7 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
     Raises RunError if the file system refuses it, and TypeError or ValueError for what could not be
     read again.
     """
-    untrusted.refuse_many_values(state)
+    untrusted.refuse_absurd_values(state)
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, "config": as_json(config), **state}, buffer)
     buffer.seek(0)

@@ -6,17 +6,16 @@ import torch
 
 from common.errors import InputError, brief
 
-# How an optimizer computes.
+# These options say how an optimizer computes, not what. A run keeps its own.
 OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")
 
 
 def load(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Load the state_dict `saved`; raises InputError if it does not fit the optimizer."""
     check(optimizer, saved)
+    own_groups = optimizer.state_dict()["param_groups"]
     groups = []
-    for own, group in zip(
-        optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True
-    ):
+    for own, group in zip(own_groups, saved["param_groups"], strict=True):
         options = {name: value for name, value in group.items() if name not in OF_THE_RUN}
         # An option that a newer torch has added is that of this run, too.
         groups.append(own | options)
@@ -61,7 +60,9 @@ def check_state(number: int, kept: dict, shape: torch.Size, fused: bool) -> None
 
 
 def is_like(value, own) -> bool:
-    """Whether an option has a value of the kind that it has in this run."""
+    """Whether an option has a value of the kind that it has in this run; None has no kind."""
+    if own is None:
+        return True
     if isinstance(own, torch.Tensor):
         if isinstance(value, torch.Tensor):
             return is_plain(value) and value.shape == own.shape

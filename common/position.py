@@ -117,9 +117,11 @@ class Position:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         for name in self.state_dict():
-            if not (type(state[name]) is int and 0 <= state[name] < 2**63):
-                raise InputError(f"its {name} is {brief(state[name])}")
-            setattr(self, name, state[name])
+            value = state[name]
+            # True is an int, too.
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise InputError(f"its {name} is {brief(value)}")
+            setattr(self, name, value)
         # The rest of the epoch may fill no batch of this run, with no step to evaluate.
         if self.epoch_over and self.steps == self.evaluated_at:
             self.record_evaluation()

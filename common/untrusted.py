@@ -23,7 +23,7 @@ def load(path: Path | str):
         refuse_bytearray(pickled)
     # weights_only: a pickle could run code. mmap: the ranks of a machine share the memory.
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=in_zip)
-    refuse_many_values(saved)
+    refuse_absurd_values(saved)
     return saved
 
 
@@ -57,8 +57,8 @@ def refuse_bytearray(pickled) -> None:
             raise ValueError(BYTEARRAY)
 
 
-def refuse_many_values(saved) -> None:
-    """Raise ValueError if somebody who goes through all of it would not come to an end."""
+def refuse_absurd_values(saved) -> None:
+    """Raise ValueError for a bytearray, and for values that nobody comes to the end of."""
     left = [saved]
     count = 0
     while left:

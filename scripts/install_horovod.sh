@@ -4,9 +4,11 @@
 # PYTHON=... picks another interpreter. HOROVOD_SDIST=horovod-0.28.1.tar.gz builds from that file, without a network.
 # Needs g++ and make; MPI is built in where mpicxx is found (Debian: openmpi-bin libopenmpi-dev), and NCCL where nvcc
 # is found (in CUDA_HOME, by default /usr/local/cuda), with or without a GPU: a login node seldom has one.
-# HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. HOROVOD_WHEELS=FOLDER keeps what was
-# built there, and takes it from there the next time: in an image, or on a machine with the same Python and MPI. Takes about three minutes on two
+# HOROVOD_GPU_OPERATIONS=NCCL insists on it, HOROVOD_GPU_OPERATIONS= leaves it out. Takes about three minutes on two
 # cores, also with NCCL for one kind of GPU: HOROVOD_BUILD_CUDA_CC_LIST=90 is H100. All kinds take longer.
+#
+# HOROVOD_WHEELS=FOLDER keeps the wheel there, and the next time takes it instead of a build: in an image, or on a
+# machine with the same Python, torch and MPI. It has MPI and NCCL if the build had them.
 #
 # 0.28.1 (2023) is the newest Horovod, and there is no wheel. It does not build unchanged:
 #   - CMake 4 rejects the minimum version that its bundled gloo names: CMAKE_POLICY_VERSION_MINIMUM;

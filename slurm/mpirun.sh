@@ -15,7 +15,8 @@ hosts=$("$repository/slurm/hosts.sh" "${1:-}")
 recipe=${2:-$repository/cifar10/hvd.py}
 start=("$(command -v python)")
 if [ "${recipe##*/}" != hvd.py ]; then  # DDP: what torchrun would set for each process, from Open MPI's variables
-    export MASTER_ADDR=${hosts%%:*} MASTER_PORT=${MASTER_PORT:-29500}
+    # Nobody can wait on a port that is known before.
+    export MASTER_ADDR=${hosts%%:*} MASTER_PORT=${MASTER_PORT:-$(shuf -i 20000-29999 -n 1)}
     # shellcheck disable=SC2016  # the bash of each process expands them
     who='RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE
         LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE'

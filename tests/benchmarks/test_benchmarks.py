@@ -355,12 +355,12 @@ def test_a_script_of_others(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "peers.json").read_text()) == result
 
 
-def test_lightning(tmp_path, monkeypatch):
-    """On two processes."""
-    own_environment_as_theirs(tmp_path, "lightning")
+def test_lightning_and_accelerate(tmp_path, monkeypatch):
+    """Both on two processes."""
+    own_environment_as_theirs(tmp_path, "lightning", "accelerate")
     write_mnist(tmp_path / "data", train=640)
     flags = f"--peers {tmp_path} --data-dir {tmp_path}/data --repeats 1 --device cpu"
-    names = ["Lightning, MNIST, two processes"]
+    names = ["Lightning, MNIST, two processes", "accelerate, MNIST, two processes"]
     monkeypatch.setattr(
         sys, "argv", ["peers.py", *flags.split(), "--out", str(tmp_path), "--only", *names]
     )

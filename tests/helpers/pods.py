@@ -5,10 +5,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
 from importlib.metadata import version
+from pathlib import Path
 
 import filelock
 import pytest
@@ -57,9 +59,9 @@ def build(target):
     """The name of the image of a target of the Containerfile."""
     base = "localhost/recipes-test-base"
     image = f"localhost/recipes-test-{target}"
-    # What make test has built is built once: it takes minutes, and many more beside other tests.
-    # A wheel of Horovod fits one torch: the image gets the same.
-    folder = ROOT / ".venv" / "wheels"
+    # Horovod is built once, by make test: it takes minutes, and many more beside other tests. The
+    # wheel fits one torch, and the image gets that one.
+    folder = Path(sys.prefix, "wheels")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "torch.txt").write_text(f"torch=={version('torch').partition('+')[0]}\n")
     wheels = [

@@ -130,6 +130,7 @@ LAUNCHES = {
     "mnist/single.py": 40,
     "mnist/ddp_launch.py": 51,
     "cifar10/single.py": 175,
+    "cifar10/dp.py": 830,
     "cifar10/ddp_launch.py": 240,
     "cifar10/ddp_amp.py": 287,
     "cifar10/apex_amp.py": 416,

@@ -122,6 +122,7 @@ def test_kills(strategy, tmp_path):
 
 # The recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB.
 DEFAULTS = {
+    "cifar10/hvd.py": "horovodrun -np 2 python {}/hvd.py --synthetic 96 -b 16",
     "cifar10/ddp_launch.py": "torchrun --nproc-per-node=2 --standalone {}/ddp_launch.py "
     "--synthetic 96 -b 16",
     "imagenet/single.py": "python {}/single.py --arch resnet50 --image-size 64 --synthetic 48 "
@@ -132,10 +133,13 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_killed_with_the_default_model(name, tmp_path):
     """SIGKILL in the last of three steps, and --resume auto."""
+    if "hvd" in name:
+        need_horovod()
     command, quick = (
         f"{DEFAULTS[name].format(folder)} --epochs 1 --device cpu --checkpoint-every 2"
         for folder in (waiting_copy(tmp_path, name, steps=2), (ROOT / name).parent)
     )
+    quick = quick.replace("horovodrun", "horovodrun --gloo")
     job = Job(f"{command} --log-dir part", cwd=tmp_path)
     kill(job, lambda: "waits" in job.output())
     assert place(checkpoint(tmp_path / "part")) == (0, 32 if "imagenet" in name else 64)
