@@ -22,6 +22,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("slow")
 FOLDERS = {"mnist": "MNIST", "cifar10": "cifar-10-batches-py"}
 
+# What tests start imports sitecustomize.py from there.
+START = str(ROOT / "tests" / "helpers" / "start")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("PYTHONPATH")]))
+
 # Several threads would wait for each other by spinning, on cores that other tests use.
 torch.set_num_threads(1)
 

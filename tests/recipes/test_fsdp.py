@@ -44,10 +44,11 @@ from common import fsdp
 @pytest.mark.parametrize(
     ("name", "world_size", "largest"),
     [
-        *((name, size, 1.013) for name in ("resnet50", "vit_b_16") for size in (2, 4, 8)),
-        ("vit_b_16", 64, 1.12),
+        *((name, size, 1.013) for name in ("resnet50", "vit_b_16") for size in (2, 8)),
+        # of tensors with fewer rows than ranks, the first ranks have all
+        ("vit_b_16", 24, 1.12),
     ],
-)  # of tensors with fewer rows than ranks, the first ranks have all
+)
 def test_shares(name, world_size, largest):
     """Each rank has 1/world_size of the weights and of the momentum."""
     shares = []
@@ -152,19 +153,18 @@ def test_whole_checkpoint_for_any_recipe(tmp_path):
 
 
 def test_killed_in_a_sharded_save(tmp_path):
-    """SIGKILL at four random moments of a run that always saves: it goes on each time."""
+    """SIGKILL at two random moments of a run that always saves: it goes on each time."""
     # 12 steps of 64 images in each epoch. The run that is killed never comes to its last one.
-    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=3 * 12)
-    flags = "--synthetic 768 --epochs 4 -G 64 --checkpoint-every 1 --resume auto"
+    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=2 * 12)
+    flags = "--synthetic 768 --epochs 3 -G 64 --checkpoint-every 1 --resume auto"
     command = f"{SHARDED} {flags}"
     killed = command.replace(f"{ROOT}/imagenet", str(copy))
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)
     draw, folder = random.Random(random_seed()), tmp_path / "part"
-    for turn in range(4):
+    # In its first save, or once that is done.
+    for saves in (1, 2):
         there = set(folder.glob("shards-*"))
         job = ForkedJob(f"{killed} --log-dir part", cwd=tmp_path)
-        # In its first save, or once that is done.
-        saves = 1 + turn % 2
         wait_until(lambda: len(set(folder.glob("shards-*")) - there) >= saves, job)  # noqa: B023
         time.sleep(draw.uniform(0, 0.1))  # a save takes about that long
         job.kill()

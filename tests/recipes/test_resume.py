@@ -29,7 +29,7 @@ from common import checkpoint as checkpoints
 
 # How often each run is killed. ddp_spawn.py is started as a user does, which takes longest.
 # DEFAULTS has one under MPI.
-KILLS = {"single": 5, "ddp_spawn": 1, "ddp_launch": 2, "hvd_gloo": 1}
+KILLS = {"single": 3, "ddp_spawn": 1, "ddp_launch": 1, "hvd_gloo": 1}
 RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
 EPOCHS, STEPS = 4, 8  # global batches of 128
 # Steps from one checkpoint to the next.
