@@ -1,6 +1,5 @@
 """Checkpoints: last.pt, previous.pt and best.pt. A crash at any moment leaves a good one."""
 
-import io
 import json
 import time
 import zipfile
@@ -8,6 +7,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -60,17 +60,10 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
     read again.
     """
     untrusted.refuse_absurd_values(state)
-    buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "config": as_json(config), **state}, buffer)
-    buffer.seek(0)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
-        raise TypeError(
-            f"--resume could not read {', '.join(unsafe)}: "
-            "a state_dict may hold only numbers, strings, lists, dicts and tensors"
-        )
+    content = {"format": FORMAT, "config": as_json(config), **state}
     last = folder / "last.pt"
     try:
-        partial = write_beside(last, buffer.getbuffer())
+        partial = write_beside(last, lambda file: write_tensors(content, file))
         # First: a run that goes on from the new last.pt counts on it.
         if is_best:
             link_or_copy(partial, folder / "best.pt")
@@ -86,6 +79,23 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
             f"cannot save in {folder} ({error.strerror}); "
             "--resume auto uses the previous checkpoint"
         ) from error
+
+
+def write_tensors(content: dict, file: BinaryIO) -> None:
+    """torch.save to an open file, in which no tensor is copied; raises OSError and TypeError."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        # torch ends its file also after an OSError, and says that its place there is wrong.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+    file.flush()
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file.name):
+        raise TypeError(
+            f"--resume could not read {', '.join(unsafe)}: "
+            "a state_dict may hold only numbers, strings, lists, dicts and tensors"
+        )
 
 
 def as_json(config: dict) -> dict:
@@ -197,20 +207,35 @@ def resume(
     optional: tuple = (),
     all_reduce=None,
     read=read,
+    damage=None,
 ) -> Found:
     """Load the checkpoint that --resume means, if any, into the objects of `state`.
 
     It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
     that are `optional` may be missing in it. `all_reduce` sums a tensor over all ranks in place;
-    with it, all ranks have to see the same file. Raises InputError.
+    with it, all ranks have to see the same file. `damage(saved)` says what is wrong with files that
+    belong to it, to all ranks the same, and None of good ones. Raises InputError.
     """
     if resume is None:
         return Found()
-    if all_reduce:
-        device = next(state["model"].parameters()).device
-        found = find_the_same(resume, folder, read, all_reduce, device)
-    else:
-        found = find(resume, folder, read)
+    damaged = {}
+
+    def read_undamaged(path):
+        if path in damaged:
+            raise CorruptCheckpoint(damaged[path])
+        return read(path)
+
+    while True:
+        if all_reduce:
+            device = next(state["model"].parameters()).device
+            found = find_the_same(resume, folder, read_undamaged, all_reduce, device)
+        else:
+            found = find(resume, folder, read_undamaged)
+        reason = damage(found.saved) if damage and found.path else None
+        if reason is None:
+            break
+        # The one before it.
+        damaged[found.path] = reason
     if found.path:
         try:
             check_format(found.saved)

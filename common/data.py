@@ -79,12 +79,14 @@ class EpochSampler(Sampler[int]):
         return self.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
+        # Each rank holds the numbers of all samples: int32 takes half of the memory.
+        dtype = torch.int32 if self.length < 2**31 else torch.int64
         if self.shuffle:
             # The same on each rank.
             generator = torch.Generator().manual_seed(seed_of(self.seed, self.epoch))
-            order = torch.randperm(self.length, generator=generator)
+            order = torch.randperm(self.length, generator=generator, dtype=dtype)
         else:
-            order = torch.arange(self.length)
+            order = torch.arange(self.length, dtype=dtype)
         end = self.start + self.steps * self.global_batch
         of_all_ranks = order[self.start : end]
         return iter(of_all_ranks[self.rank :: self.world_size].tolist())

@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_folder() -> Path:
@@ -24,23 +26,34 @@ def read_regular(path) -> bytes:
         return file.read()
 
 
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Replace the file `path` as a whole, also in a crash; raises OSError."""
-    replace(write_beside(path, content), path)
+def write_atomically(path: Path, *parts) -> None:
+    """Let `parts`, which are bytes or other buffers, be the file `path`, or none of them.
+
+    Also in a crash. Raises OSError.
+    """
+
+    def write(file):
+        for part in parts:
+            file.write(part)
+
+    replace(write_beside(path, write), path)
 
 
-def write_beside(path: Path, content: bytes | memoryview) -> Path:
-    """Write a file beside `path`, from which replace() makes `path`; raises OSError."""
+def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
+    """Make a file beside `path`, which write(file) writes, and replace() renames to `path`.
+
+    Raises OSError, and what `write` raises.
+    """
     partial = path.with_name(f".{path.name}.partial")
     # One that a crash left may have another name by now: its content stays as it is. So does the
     # file behind a link that somebody else made there.
     partial.unlink(missing_ok=True)
     try:
         with open(partial, "xb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except BaseException:
         # Frees its space on a full disk.
         partial.unlink(missing_ok=True)
         raise

@@ -17,6 +17,26 @@ from common.errors import InputError, in_one_line, show
 from common.position import Position
 
 
+class Progress(tqdm):
+    """A progress bar. Where no terminal shows it, it is a line every half minute."""
+
+    # Or a thread of tqdm clutters the stacks of the watchdog.
+    monitor_interval = 0
+
+    def __init__(self, *args, **options):
+        self.in_lines = not sys.stderr.isatty()
+        if self.in_lines:
+            options |= {"mininterval": 30, "delay": 30}
+        super().__init__(*args, leave=False, **options)
+
+    def display(self, msg=None, pos=None):
+        """Show `msg`, or how far it is."""
+        if not self.in_lines:
+            super().display(msg, pos)
+        elif msg is None:
+            show(str(self))
+
+
 class Log:
     """The log of a run, in `folder` (None: it only prints).
 

@@ -44,12 +44,14 @@ class Run:
         may_change: Iterable[str] = (),
         only_weights: bool = False,
         read=checkpoint.read,
+        damage=None,
     ):
         """`lines` are printed below the first line, which says what and where this run is.
 
         The parts of `state` that are `optional` may be missing in the checkpoint. The flags in
         `may_change` may differ from those in it. With `only_weights` it may be of any other run,
-        and nothing is written. `read` reads its file.
+        and nothing is written. `read` reads its file, and `damage` looks at those beside it, as in
+        checkpoint.resume.
         """
         self.state = state
         self.position = state["position"]
@@ -85,6 +87,7 @@ class Run:
             {"metadata", *optional},
             all_reduce,
             read,
+            damage,
         )
         if self.writes:
             # Refuses a folder that holds another run.

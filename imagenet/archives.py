@@ -17,6 +17,7 @@ import tarfile
 import time
 import zipfile
 import zlib
+from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -24,11 +25,11 @@ from typing import NamedTuple
 
 import numpy as np
 from torchvision.datasets.folder import is_image_file
-from tqdm import tqdm
 
 from common import lease
 from common.errors import InputError, in_one_line, show
 from common.files import cache_folder, read_regular, write_atomically
+from common.log import Progress
 from images import folders
 
 # Of the index: another number, and it is made again.
@@ -59,13 +60,48 @@ ZIP_END_SIZE = 22
 
 
 class Entry(NamedTuple):
-    """A file in an archive: its name, and where it is; `crc` and `deflated` are of a zip."""
+    """A file in an archive: its name, and where it is; `crc` and `deflated` are of a zip.
+
+    A link has the name of its file as `target`, and no place.
+    """
 
     name: str
-    offset: int
-    size: int
+    offset: int = 0
+    size: int = 0
     crc: int = 0
     deflated: bool = False
+    target: str = ""
+
+
+class Files:
+    """The entries of an archive, in columns: there may be 14 million, which take 120 bytes each."""
+
+    def __init__(self):
+        self.names = []
+        self.columns = {
+            "offset": array("q"),
+            "size": array("q"),
+            "crc": array("I"),
+            "deflated": array("B"),
+        }
+
+    def add(self, entry: Entry) -> None:
+        self.names.append(entry.name)
+        for field, column in self.columns.items():
+            column.append(getattr(entry, field))
+
+    def add_links(self, links: list[Entry], path) -> None:
+        """Add the files behind links, under the links' names; raises InputError."""
+        number_of = {name: number for number, name in enumerate(self.names)} if links else {}
+        for link in links:
+            number = number_of.get(link.target)
+            if number is None:
+                raise InputError(
+                    f"{path}:{link.name} is a link to {link.target}, which is no file in the "
+                    "archive: pack it with tar --dereference"
+                )
+            place = {field: column[number] for field, column in self.columns.items()}
+            self.add(Entry(link.name, **place))
 
 
 class Member(tarfile.TarInfo):
@@ -399,7 +435,7 @@ def make_index(path, split, stat, class_of):
                 if usable_index(path, split, stat) is None:
                     if content is None:
                         content = index_of(path, split, stat, class_of)
-                    write_atomically(to, content)
+                    write_atomically(to, *content)
                     show(f"{to} is there after {time.perf_counter() - start:.1f} s")
             break
         # The folder may not be written, or its disk is full: the next place.
@@ -416,22 +452,19 @@ def make_index(path, split, stat, class_of):
     return index
 
 
-def index_of(path, split, stat, class_of) -> bytes:
-    """The index of an archive, a header and a record for each image. Raises InputError."""
+def index_of(path, split, stat, class_of):
+    """The index of an archive: its header, and a record for each image. Raises InputError."""
     show(f"making the index of {path} for {split}, once ({stat[0] / 1e9:.2f} GB)")
-    with tqdm(total=stat[0], unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        images, others = images_in(path, split, bar)
-    images = with_classes(images, path, class_of)
-    images.sort(key=in_order_of_folders)
-    classes = sorted({class_in(name) for name, _ in images})
+    files = files_in(path, stat[0])
+    images, others = images_among(files.names, path, split)
+    begin_with_classes(files.names, images, path, class_of)
+    images = in_order_of_folders(images, files.names)
+    classes = sorted({class_in(files.names[number]) for number in images})
     for name in others:
         if "/" in name and class_in(name) not in classes:
             of_class = [each for each in others if class_in(each) == class_in(name)]
             raise InputError(folders.no_images(f"{path}/{class_in(name)}", of_class))
-    longest = max((name for name, _ in images), key=len)
-    if len(os.fsencode(longest)) > LONGEST_NAME:
-        raise InputError(f"{path} has names of over {LONGEST_NAME} bytes, such as {longest[:50]}")
-    records = records_of(images, classes)
+    records = records_of(images, files, classes, path)
     header = {
         "format": FORMAT,
         "stat": stat,
@@ -439,9 +472,70 @@ def index_of(path, split, stat, class_of) -> bytes:
         "left_out": folders.in_words(others),
         "longest": records["name"].itemsize,
         "crc": zlib.crc32(records),
-        "fingerprint": zlib.crc32(b"\n".join(b"/" + name for name in records["name"].tolist())),
+        "fingerprint": fingerprint_of(records["name"]),
     }
-    return json.dumps(header).encode() + b"\n" + records.tobytes()
+    return json.dumps(header).encode() + b"\n", records
+
+
+def files_in(path, size) -> Files:
+    """All files in an archive of `size` bytes. Raises InputError."""
+    files = Files()
+    links = []
+    with Progress(desc=path.name, total=size, unit="B", unit_scale=True) as bar:
+        for entry in zip_entries(path) if is_zip(path) else tar_entries(path, bar):
+            if entry.target:
+                links.append(entry)
+            else:
+                files.add(entry)
+    files.add_links(links, path)
+    return files
+
+
+def images_among(names, path, split):
+    """The numbers of the images of `split` among files, and the names of its other files.
+
+    Hidden ones do not count. `names` become those in a folder of `split`. Raises InputError.
+    """
+    # A tar is of one split, a zip has all.
+    has_all_splits = is_zip(path)
+    images = []
+    others = []
+    for number, name in enumerate(names):
+        name = posixpath.normpath(name).lstrip("/")
+        of_split = split in name.split("/")[:-1] or not has_all_splits
+        if not of_split or folders.is_hidden(name):
+            continue
+        names[number] = name
+        if is_image_file(name):
+            images.append(number)
+        else:
+            others.append(name)
+    if not images:
+        raise InputError(folders.no_images(f"{path} (for {split})", others))
+    # Names begin with what was packed: train/, or a folder above it.
+    above = posixpath.commonpath({posixpath.dirname(names[number]) for number in images}).split("/")
+    packed = ""
+    if split in above:
+        packed = "/".join(above[: above.index(split) + 1]) + "/"
+    for number in images:
+        names[number] = names[number].removeprefix(packed)
+    return images, [name.removeprefix(packed) for name in others if name.startswith(packed)]
+
+
+def begin_with_classes(names, images, path, class_of) -> None:
+    """Let the name of each image begin with its class; raises InputError."""
+    flat = [number for number in images if "/" not in names[number]]
+    if not flat:
+        return
+    if class_of is None:
+        raise InputError(f"{path}:{names[flat[0]]} is in no folder: it needs <class>/*.JPEG")
+    classes = class_of()
+    stems = {number: posixpath.splitext(names[number])[0] for number in images}
+    unknown = [names[number] for number, stem in stems.items() if stem not in classes]
+    if unknown:
+        raise InputError(f"{path}:{unknown[0]} has no label ({len(unknown)} such images)")
+    for number, stem in stems.items():
+        names[number] = f"{classes[stem]}/{names[number]}"
 
 
 def class_in(name):
@@ -449,69 +543,55 @@ def class_in(name):
     return name.partition("/")[0]
 
 
-def in_order_of_folders(image):
-    """The key that sorts images as torchvision's ImageFolder does."""
-    name, _ = image
-    return class_in(name), posixpath.dirname(name), posixpath.basename(name)
+def in_order_of_folders(images, names):
+    """`images`, sorted by name as torchvision's ImageFolder does.
+
+    Of two with one name the last in the archive counts, as if they were unpacked.
+    """
+
+    def key(number):
+        folder, _, file = names[number].rpartition("/")
+        name_of_class, _, below = folder.partition("/")
+        # No name has a "\0", and it comes before all other characters.
+        return f"{name_of_class}\0{below}\0{file}"
+
+    images = sorted(images, key=key)
+    following = [*images[1:], None]
+    return [
+        number
+        for number, next_one in zip(images, following, strict=True)
+        if next_one is None or names[number] != names[next_one]
+    ]
 
 
-def records_of(images, classes):
-    """What an index has of each image; a label is the number of its class."""
+def records_of(images, files, classes, path):
+    """What an index has of each image; a label is the number of its class. Raises InputError."""
     number_of = {name: number for number, name in enumerate(classes)}
-    names = [os.fsencode(name) for name, _ in images]
-    records = np.empty(len(images), record_type(max(map(len, names))))
-    records["name"] = names
-    records["label"] = [number_of[class_in(name)] for name, _ in images]
-    for field in ("offset", "size", "crc", "deflated"):
-        records[field] = [getattr(entry, field) for _, entry in images]
+    longest = max(
+        (files.names[number] for number in images), key=lambda name: len(os.fsencode(name))
+    )
+    if len(os.fsencode(longest)) > LONGEST_NAME:
+        raise InputError(f"{path} has names of over {LONGEST_NAME} bytes, such as {longest[:50]}")
+    records = np.empty(len(images), record_type(len(os.fsencode(longest))))
+    names = records["name"]
+    labels = records["label"]
+    for row, number in enumerate(images):
+        name = files.names[number]
+        names[row] = os.fsencode(name)
+        labels[row] = number_of[class_in(name)]
+    for field, column in files.columns.items():
+        records[field] = np.asarray(column)[images]
     return records
 
 
-def images_in(path, split, bar):
-    """[(name as in a folder of `split`, Entry)] of the images, and the names of other files.
-
-    Hidden ones do not count. Raises InputError.
-    """
-    # A tar is of one split, a zip has all.
-    has_all_splits = is_zip(path)
-    entries = zip_entries(path) if has_all_splits else tar_entries(path, bar)
-    images = {}
-    others = []
-    for entry in entries:
-        name = posixpath.normpath(entry.name).lstrip("/")
-        of_split = split in name.split("/")[:-1] or not has_all_splits
-        if not of_split or folders.is_hidden(name):
-            continue
-        if is_image_file(name):
-            # Of two with this name the last one counts, as if they were unpacked.
-            images[name] = entry
-        else:
-            others.append(name)
-    if not images:
-        raise InputError(folders.no_images(f"{path} (for {split})", others))
-    # Names begin with what was packed: train/, or a folder above it.
-    above = posixpath.commonpath([posixpath.dirname(name) for name in images]).split("/")
-    packed = ""
-    if split in above:
-        packed = "/".join(above[: above.index(split) + 1]) + "/"
-    return (
-        [(name.removeprefix(packed), entry) for name, entry in images.items()],
-        [name.removeprefix(packed) for name in others if name.startswith(packed)],
-    )
-
-
-def with_classes(images, path, class_of):
-    """`images`, where each name begins with its class; raises InputError."""
-    if all("/" in name for name, _ in images):
-        return images
-    if class_of is None:
-        flat = next(name for name, _ in images if "/" not in name)
-        raise InputError(f"{path}:{flat} is in no folder: it needs <class>/*.JPEG")
-    classes = class_of()
-    unknown = [name for name, _ in images if posixpath.splitext(name)[0] not in classes]
-    if unknown:
-        raise InputError(f"{path}:{unknown[0]} has no label ({len(unknown)} such images)")
-    return [(f"{classes[posixpath.splitext(name)[0]]}/{name}", entry) for name, entry in images]
+def fingerprint_of(names) -> int:
+    """The CRC-32 of names, as that of folders."""
+    crc = 0
+    before = b"/"
+    for name in names:
+        crc = zlib.crc32(before + name, crc)
+        before = b"\n/"
+    return crc
 
 
 def zip_entries(path) -> Iterator[Entry]:
@@ -563,15 +643,14 @@ def tar_entries(path, bar) -> Iterator[Entry]:
 
 def entries_between(file, start, end, path, bar, in_another=False):
     """The entries of the tar from `start` to `end` in a file, which may be a tar in another."""
-    found = {}
-    links = {}
     for member in members_between(file, start, end, path):
         name = posixpath.normpath(member.name)
         is_tar = name.lower().endswith(".tar") and not folders.is_hidden(name)
         if member.islnk():
-            links[name] = member.linkname
+            yield Entry(name, target=posixpath.normpath(member.linkname))
         elif member.issym():
-            links[name] = posixpath.join(posixpath.dirname(name), member.linkname)
+            target = posixpath.join(posixpath.dirname(name), member.linkname)
+            yield Entry(name, target=posixpath.normpath(target))
         elif member.issparse() or not member.isreg():
             if (is_tar or is_image_file(name)) and not member.isdir():
                 raise InputError(
@@ -582,20 +661,13 @@ def entries_between(file, start, end, path, bar, in_another=False):
             if in_another:
                 raise InputError(f"{path}:{name} is a tar within a tar within a tar: unpack it")
             begin = member.offset_data
+            folder = f"{name[:-4]}/"
             for entry in entries_between(file, begin, begin + member.size, path, bar, True):
-                yield entry._replace(name=f"{name[:-4]}/{entry.name}")
+                target = entry.target and folder + entry.target
+                yield entry._replace(name=folder + entry.name, target=target)
         else:
-            found[name] = Entry(name, member.offset_data, member.size)
-            yield found[name]
+            yield Entry(name, member.offset_data, member.size)
         bar.update(member.offset_data - bar.n)
-    for name, target in links.items():
-        file_of_link = found.get(posixpath.normpath(target))
-        if file_of_link is None:
-            raise InputError(
-                f"{path}:{name} is a link to {target}, which is no file in the archive: "
-                "pack it with tar --dereference"
-            )
-        yield file_of_link._replace(name=name)
 
 
 def members_between(file, start, end, path):

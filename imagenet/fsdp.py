@@ -352,6 +352,7 @@ def main():
         all_reduce=dist.all_reduce,
         # fsdp: from a file, or from shards.
         read=shards.read,
+        damage=shards.damage,
     )
     if args.sharded_checkpoint:
         # fsdp: each rank saves its share, instead of rank 0 all that it gathers.

@@ -1,7 +1,7 @@
 """--sharded-checkpoint: each rank saves its shares, for models whose whole state fits no host.
 
 They lie in a folder beside the checkpoint, which names the folder and the CRC-32 of each file in
-it. All ranks call `save`, and load what `read` returns.
+it. All ranks call `save` and `damage`, and load what `read` returns.
 """
 
 import contextlib
@@ -186,7 +186,7 @@ def remove_unused(folder: Path) -> None:
 def read(path: Path) -> tuple[dict, int]:
     """checkpoint.read; of a checkpoint in shards, a tensor in it is a Shard.
 
-    Raises CorruptCheckpoint also if the CRC-32 of a file of shards is wrong.
+    Raises CorruptCheckpoint also if a file of shards is missing.
     """
     saved, fingerprint = checkpoint.read(path)
     if "shards" in saved:
@@ -209,9 +209,11 @@ def put_shards(saved, parent):
     if not all(map(is_name, [shards["folder"], *shards["files"]])):
         raise checkpoint.CorruptCheckpoint("it names shards in another folder")
     folder = parent / shards["folder"]
-    for name, crc in shards["files"].items():
-        if not (folder / name).is_file() or crc32(folder / name) != crc:
-            raise checkpoint.CorruptCheckpoint(f"{folder / name} is damaged, or missing")
+    for name in shards["files"]:
+        if not (folder / name).is_file():
+            raise checkpoint.CorruptCheckpoint(f"{folder / name} is missing")
+    # For damage().
+    saved["shard_files"] = {folder / name: crc for name, crc in shards["files"].items()}
 
     def with_shards(values):
         return {
@@ -222,6 +224,29 @@ def put_shards(saved, parent):
     state = saved["optimizer"]["state"]
     saved["model"] = with_shards(saved["model"])
     saved["optimizer"]["state"] = {number: with_shards(kept) for number, kept in state.items()}
+
+
+def damage(saved: dict) -> str | None:
+    """Which file of the shards of a checkpoint is damaged: None if none is, or it has none.
+
+    Each rank reads its part of the files, and all get the same answer.
+    """
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    files = sorted(saved.get("shard_files", {}).items())
+    reason = None
+    for path, crc in files[rank::world_size]:
+        try:
+            if crc32(path) != crc:
+                reason = f"{path} is damaged"
+        except OSError as error:
+            reason = f"{path}: {error.strerror}"
+    reasons = [reason]
+    if world_size > 1:
+        reasons = world_size * [None]
+        dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), None)
 
 
 def crc32(path: Path) -> int:

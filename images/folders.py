@@ -5,6 +5,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,11 @@ class Folder(Dataset):
         self.path = path
         try:
             self.classes, others = visible(path)
+            above = tuple(identities_from(path))
             images = []
             labels = []
             for number, name in enumerate(self.classes):
-                of_class, others_of_class = files_of_class(path, name)
+                of_class, others_of_class = files_of_class(path, name, above)
                 images += of_class
                 labels += len(of_class) * [number]
                 others += others_of_class
@@ -95,15 +97,16 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
-def files_of_class(path, name):
+def files_of_class(path, name, above):
     """The paths of the images of a class, and the names below `path` of its other files.
 
+    `above` are the identities of `path` and of the folders above it.
     Raises OSError, and InputError if there are no images.
     """
     images = []
     others = []
     start = len(os.path.join(path, ""))
-    for folder, files in sorted(walk(os.path.join(path, name), above=(os.path.realpath(path),))):
+    for folder, files in sorted(walk(os.path.join(path, name), above)):
         for file in files:
             if is_image_file(file):
                 images.append(f"{folder}/{file}")
@@ -114,19 +117,33 @@ def files_of_class(path, name):
     return images, others
 
 
-def walk(folder: str, above: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+def identity(folder) -> tuple[int, int]:
+    """What a folder has in common with all links to it; raises OSError."""
+    stat = os.stat(folder)
+    return stat.st_dev, stat.st_ino
+
+
+def identities_from(path: Path) -> Iterator[tuple[int, int]]:
+    """The identities of the folder `path` and of those above it: a link to them leads back."""
+    for folder in (path, *path.resolve().parents):
+        # Who may not enter a folder finds no link that leads there.
+        with suppress(PermissionError):
+            yield identity(folder)
+
+
+def walk(folder: str, above: tuple) -> Iterator[tuple[str, list[str]]]:
     """`folder`, and each visible folder in it, with the names of its visible files.
 
-    Links are followed. `above` are the real paths of the folders above it. Raises OSError.
+    Links are followed. `above` are the identities of the folders above it. Raises OSError.
     """
-    real = os.path.realpath(folder)
-    if any(Path(parent).is_relative_to(real) for parent in above):
+    own = identity(folder)
+    if own in above:
         # A link leads back: its images would count up to 40 times.
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     folders, files = visible(folder)
     yield folder, files
     for name in folders:
-        yield from walk(os.path.join(folder, name), (*above, real))
+        yield from walk(os.path.join(folder, name), (*above, own))
 
 
 def find(folder: str) -> tuple[Folder, Folder]:

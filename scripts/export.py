@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
 from common.errors import InputError, in_one_line
-from common.files import write_atomically
+from common.files import replace, write_beside
 from common.process import launch
 from common.weights import is_state_dict
 
@@ -25,7 +25,8 @@ def main():
     parser.add_argument("weights", type=Path, help="the file to write")
     args = parser.parse_args()
     try:
-        from safetensors.torch import save
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
     except ImportError as error:
         raise InputError("it needs a package: pip install safetensors") from error
     try:
@@ -48,9 +49,10 @@ def main():
     except Exception as error:
         raise InputError(f"{args.checkpoint}, metadata: {in_one_line(error)}") from error
     try:
-        write_atomically(args.weights, save(weights, metadata))
-    except OSError as error:
-        raise InputError(f"{args.weights}: {error.strerror}") from error
+        partial = write_beside(args.weights, lambda file: save_file(weights, file.name, metadata))
+        replace(partial, args.weights)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tqdm import tqdm
-
 ROOT = Path(__file__).resolve().parents[1]
 # archives.py, and common/ and images/.
 sys.path += [str(ROOT / "imagenet"), str(ROOT)]
 import archives
 from common import flags
 from common.errors import InputError, RunError, show
+from common.log import Progress
 from common.process import launch
 from images import folders
 
@@ -75,7 +74,7 @@ def pack(files, to, order):
     try:
         # Python's default form has a second header for each image, for the fraction of a time.
         with tarfile.open(partial, "x", format=tarfile.GNU_FORMAT, dereference=True) as archive:
-            for index in tqdm(indices, desc=to.name, unit="images", disable=None):
+            for index in Progress(indices, desc=to.name, unit="images"):
                 path = files.where(index)
                 archive.add(path, os.path.relpath(path, files.path))
                 # It would keep a kilobyte for each image.

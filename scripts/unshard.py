@@ -5,7 +5,6 @@
 Any recipe can resume from it.
 """
 
-import io
 import sys
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
 from common.errors import InputError, in_one_line
-from common.files import write_atomically
+from common.files import replace, write_beside
 from common.process import launch
 from imagenet import shards
 
@@ -33,6 +32,9 @@ def main():
     folders = {value.folder for value in saved["model"].values() if isinstance(value, shards.Shard)}
     if not folders:
         raise InputError(f"{args.checkpoint} is one file already")
+    if reason := shards.damage(saved):
+        raise InputError(f"{args.checkpoint}: {reason}")
+    del saved["shard_files"]
     if args.whole.exists():
         raise InputError(f"{args.whole} already exists")
     folder = folders.pop()
@@ -51,10 +53,9 @@ def main():
     saved["model"] = whole(saved["model"])
     state = saved["optimizer"]["state"]
     saved["optimizer"]["state"] = {number: whole(kept) for number, kept in state.items()}
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
     try:
-        write_atomically(args.whole, buffer.getbuffer())
+        partial = write_beside(args.whole, lambda file: checkpoint.write_tensors(saved, file))
+        replace(partial, args.whole)
     except OSError as error:
         raise InputError(f"{args.whole}: {error.strerror}") from error
 

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -32,6 +33,8 @@ SIZES = (
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
+# Enough for any run, and few enough for programs that close all one by one.
+OPEN_FILES = 65_536
 # What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
 CAUSES = (
     (
@@ -80,6 +83,7 @@ def plain_exits():
     notebook or a profiler, that goes on afterwards, and finds the process as it was.
     """
     die_with_parent()
+    allow_open_files()
     if within_other_code():
         with given_back():
             yield
@@ -99,6 +103,19 @@ def plain_exits():
         end_with_a_line(explained(error))
     if launched_rank() is not None:
         end_rank()
+
+
+def allow_open_files() -> None:
+    """Raise the soft limit of open files, often 1,024: connections and loader workers need more.
+
+    A rank has four for each other rank with Horovod's Gloo, and five for each of its workers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # macOS may allow fewer than it says.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def within_other_code() -> bool:

@@ -1,7 +1,6 @@
 """A torch DataLoader whose worker processes start early and end with their rank."""
 
 import os
-import resource
 import signal
 import tempfile
 import threading
@@ -28,7 +27,6 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
         options["batch_sampler"] = batches
     if workers:
         check_temporary_folder()
-        raise_descriptor_limit(9 * workers)
     loader = DataLoader(
         dataset,
         num_workers=workers,
@@ -64,21 +62,6 @@ def check_temporary_folder() -> None:
             f"TMPDIR={folder} has more than {longest} characters, too many for the sockets of "
             "loader workers: set TMPDIR to a shorter name"
         )
-
-
-def raise_descriptor_limit(more: int) -> None:
-    """Let this process open `more` files than its soft limit, often 1,024, if it may.
-
-    A worker takes four or five descriptors of its rank, and there are loaders for training and for
-    validation.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = soft + more
-    if soft == resource.RLIM_INFINITY:
-        return
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class QuietBatchSampler(BatchSampler):

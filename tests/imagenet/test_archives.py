@@ -587,10 +587,10 @@ def test_a_full_disk(full, tree, tmp_path, monkeypatch):
     pack(path, files_of(tree / "train"))
     real = archives.write_atomically
 
-    def write(to, content):
+    def write(to, *parts):
         if full == "everywhere" or to.parent == path.parent:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(to, content)
+        real(to, *parts)
 
     monkeypatch.setattr(archives, "write_atomically", write)
     if full == "beside":

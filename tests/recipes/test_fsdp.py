@@ -207,11 +207,11 @@ def test_damaged_shard(damage, part, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content) if damage == "changed" else shard.unlink()
-    assert f"part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in resumed(
-        tmp_path, "part/last.pt", 2
-    )
+    reason = "missing" if damage == "missing" else "damaged"
+    says = f"part/last.pt: {shard.relative_to(tmp_path)} is {reason}"
+    assert says in resumed(tmp_path, "part/last.pt", 2)
     output = resumed(tmp_path, "auto")
-    assert f"skipped part/last.pt: {shard.relative_to(tmp_path)} is damaged, or missing" in output
+    assert f"skipped {says}" in output
     assert "resumed from part/previous.pt at epoch 2, sample 128" in output
 
 

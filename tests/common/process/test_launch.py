@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 
 import pytest
@@ -36,6 +37,16 @@ def test_an_error_after_a_stop_request_is_printed(monkeypatch, capfd):
     assert process.exitcode == 2
     line = one_line(capfd.readouterr().err)
     assert line.endswith(": rank 1: no such file")
+
+
+def test_open_files():
+    """A rank may open as many as the machine allows, or nearly: 254 ranks of Gloo need 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    launch.allow_open_files()
+    after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert after == min(launch.OPEN_FILES, before[1])
 
 
 def test_torchrun_says_why_a_rank_failed(tmp_path):
