@@ -1,0 +1,332 @@
+"""Measure the memory that a save and a resume take on each rank, beside torch, DCP and accelerate.
+
+    python benchmarks/memory.py --out benchmarks/results
+    python benchmarks/memory.py --layers 2 --ranks 2 --only "torch.save" "torch.load"
+
+The unit is the state: the float32 weights of a stack of linear layers of 16.8 million parameters
+each, and the momentum of SGD. A rank that trains holds 1.5 of it: weights, gradients, momentum.
+Each case runs in processes of its own, and a second process looks at each every 5 ms. What counts
+is memory of the process itself ("RssAnon" in Linux): a file that is mapped does not, as all ranks
+share its pages and the kernel may drop them.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import runs
+
+from common import checkpoint, flags, fsdp, weights
+from common.errors import RunError
+from common.metadata import Metadata
+from common.process import launch
+from scripts import export
+
+WIDTH = 4096
+LOOKS = """
+import sys, time
+largest = 0
+try:
+    while True:
+        with open(f"/proc/{sys.argv[1]}/status") as file:
+            line = next(line for line in file if line.startswith("RssAnon"))
+        largest = max(largest, int(line.split()[1]))
+        print(largest, flush=True)
+        time.sleep(0.005)
+except (OSError, StopIteration):
+    pass
+"""
+
+
+def parse_args():
+    parser = flags.Parser(__doc__)
+    add = parser.add_argument
+    add(
+        "--layers",
+        type=flags.positive_int,
+        nargs="+",
+        default=[6, 30],
+        help="linear layers of 16.8 M parameters; more than fit are left out",
+    )
+    add("--ranks", type=flags.positive_int, nargs="+", default=[1, 2, 4], help="processes")
+    add("--only", choices=CASES, nargs="+", default=list(CASES), help="measure these")
+    add("--out", type=Path, help="folder for memory.md and memory.json; default: only print")
+    # What the processes get that it starts.
+    add("--case", choices=CASES, help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.threads = 1
+    return args
+
+
+class Training:
+    """A model that has been trained for a step, on each rank of a group."""
+
+    def __init__(self, layers, folder, sharded=False):
+        self.folder = folder
+        self.seconds = 0
+        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+        if sharded:
+            for layer in self.model:
+                fully_shard(layer)
+            fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, foreach=sharded)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        if sharded:
+            self.state = {
+                "model": fsdp.WholeModel(self.model),
+                "optimizer": fsdp.WholeOptimizer(self.optimizer),
+            }
+
+    def step(self):
+        self.model(torch.zeros(8, WIDTH)).sum().backward()
+        self.optimizer.step()
+
+    def parts(self):
+        return {name: part.state_dict() for name, part in self.state.items()}
+
+    @contextlib.contextmanager
+    def timed(self):
+        """Training stands still in this block."""
+        began = time.perf_counter()
+        yield
+        self.seconds = time.perf_counter() - began
+
+
+def on_rank_0(write):
+    """Let rank 0 write, and the others wait, as in a run."""
+    if dist.get_rank() == 0:
+        write()
+    dist.barrier()
+
+
+def train(training):
+    training.step()
+
+
+def save(training):
+    training.step()
+    with training.timed():
+        parts = training.parts()
+        on_rank_0(lambda: checkpoint.save(training.folder, parts, {}))
+
+
+def resume(training):
+    path = str(training.folder / "last.pt")
+    with training.timed():
+        checkpoint.resume(path, None, training.state, {}, all_reduce=dist.all_reduce)
+    training.step()
+
+
+def init_from(training):
+    path = str(training.folder / "last.pt")
+    args = argparse.Namespace(init_from=path, init_partial=False, resume=None, log_dir=None)
+    with training.timed():
+        weights.init_from(args, training.model, Metadata())
+    training.step()
+
+
+def export_weights(training):
+    """In a process without a model."""
+    training.model = training.optimizer = training.state = None
+    sys.argv = ["export.py", str(training.folder / "last.pt"), str(training.folder / "weights")]
+    with training.timed():
+        on_rank_0(export.main)
+
+
+def torch_save(training):
+    training.step()
+    with training.timed():
+        on_rank_0(lambda: torch.save(training.parts(), training.folder / "plain.pt"))
+
+
+def torch_load(training):
+    with training.timed():
+        saved = torch.load(training.folder / "plain.pt", map_location="cpu")
+        for name, part in training.state.items():
+            part.load_state_dict(saved[name])
+    # As in a script whose main() has loaded it: it stays.
+    training.step()
+
+
+def dcp_save(training):
+    training.step()
+    with training.timed():
+        dcp.save(training.parts(), checkpoint_id=training.folder / "dcp")
+
+
+def dcp_async_save(training):
+    """While it saves, the run trains."""
+    training.step()
+    with training.timed():
+        saving = dcp.async_save(training.parts(), checkpoint_id=training.folder / "async")
+    training.step()
+    saving.result()
+
+
+def dcp_load(training):
+    training.step()
+    with training.timed():
+        parts = training.parts()
+        dcp.load(parts, checkpoint_id=training.folder / "dcp")
+        for name, part in training.state.items():
+            part.load_state_dict(parts[name])
+    training.step()
+
+
+def with_accelerate(training, load):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    training.model, training.optimizer = accelerator.prepare(training.model, training.optimizer)
+    folder = str(training.folder / "accelerate")
+    training.step()
+    with training.timed():
+        if load:
+            accelerator.load_state(folder)
+        else:
+            accelerator.save_state(folder)
+    training.step()
+
+
+# What each process does. A load follows the save that it reads.
+CASES = {
+    "a run that begins": train,
+    "a run that saves": save,
+    "a run that resumes": resume,
+    "init-from": init_from,
+    "scripts/export.py": export_weights,
+    "FSDP: begins": train,
+    "FSDP: saves one file": save,
+    "FSDP: resumes from one file": resume,
+    "torch.save": torch_save,
+    "torch.load": torch_load,
+    "dcp.save": dcp_save,
+    "dcp.async_save": dcp_async_save,
+    "dcp.load": dcp_load,
+    "accelerate: save_state": functools.partial(with_accelerate, load=False),
+    "accelerate: load_state": functools.partial(with_accelerate, load=True),
+}
+
+
+def rss():
+    """The bytes of this process's own memory."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+def run_case(args):
+    """In one rank: print the most memory of this case in units of the state, and its seconds."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    # What torch itself needs, which it takes at the first step.
+    Training(1, args.folder).step()
+    before = own_memory()
+    command = [sys.executable, "-S", "-c", LOOKS, str(os.getpid())]
+    with tempfile.TemporaryFile("w+") as seen:
+        looks = subprocess.Popen(command, stdout=seen)
+        (layers,) = args.layers
+        training = Training(layers, args.folder, sharded=args.case.startswith("FSDP"))
+        CASES[args.case](training)
+        looks.terminate()
+        looks.wait()
+        seen.seek(0)
+        largest = int(seen.read().split()[-1]) * 1024
+    memory = (largest - before) / state_bytes(layers)
+    print(f"case: {dist.get_rank()} {memory:.2f} {training.seconds:.1f}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def own_memory():
+    """The bytes of this process's own memory."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+def state_bytes(layers):
+    return layers * WIDTH**2 * 8
+
+
+def measure(layers, case, ranks, folder):
+    """[(memory, seconds)] of the ranks, or None if a case needs what is not there."""
+    command = [
+        *("torchrun", "--standalone", f"--nproc-per-node={ranks}", __file__),
+        *("--layers", str(layers), "--case", case, "--folder", str(folder)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=runs.environment(1))
+    if "No module named 'accelerate'" in done.stderr:
+        return None
+    if done.returncode:
+        raise RunError(f"{case}: {done.stderr[-2000:]}")
+    lines = sorted(line.split() for line in done.stdout.splitlines() if line.startswith("case: "))
+    return [(float(memory), float(seconds)) for _, _, memory, seconds in lines]
+
+
+def page_of(layers, result, args):
+    """Measure, and return the table of a model with so many layers."""
+    state = state_bytes(layers)
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4e9
+    # 2.8: what dcp.async_save takes.
+    all_ranks = [ranks for ranks in args.ranks if 2.8 * state * ranks < free]
+    names = ["case"]
+    for ranks in all_ranks:
+        names += [f"{ranks} processes: rank 0", "seconds"] + ["another rank"] * (ranks > 1)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+        for case in args.only:
+            row = [case]
+            for ranks in all_ranks:
+                found = measure(layers, case, ranks, Path(folder))
+                if found is None:
+                    break
+                result["cases"].append(
+                    {"layers": layers, "case": case, "processes": ranks, "of ranks": found}
+                )
+                (memory, seconds), *others = found
+                row += [f"{memory:.2f}", f"{seconds:.1f}" if seconds else ""]
+                row += [f"{max(others)[0]:.2f}"] if others else []
+            if len(row) > 1:
+                rows.append(row)
+                print(*row, file=sys.stderr)
+    millions = layers * WIDTH**2 / 1e6
+    return (
+        f"{millions:.0f} million parameters, a state of {state / 1e9:.1f} GB:\n\n"
+        f"{runs.table(names, rows)}\n"
+    )
+
+
+def main():
+    args = parse_args()
+    if args.case:
+        run_case(args)
+        return
+    result = runs.about(args) | {"cases": []}
+    page = (
+        f"# Memory of a save and a resume\n\n{runs.heading(result)}\n\n"
+        "The most memory of a rank that is its own, in units of the state: weights and momentum. "
+        "seconds: of the save or\nthe load, on rank 0.\n\n"
+    )
+    page += "\n".join(page_of(layers, result, args) for layers in args.layers)
+    if args.out:
+        runs.save(args, "memory", result, page)
+    else:
+        print(page)
+
+
+if __name__ == "__main__":
+    with launch.plain_exits():
+        main()
