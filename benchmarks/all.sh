@@ -37,6 +37,7 @@ fi
     if $horovod; then allreduce horovod-gloo-2 horovodrun --gloo -np 2 python; fi
     if $mpi; then allreduce horovod-mpi-2 mpirun --oversubscribe --bind-to none -np 2 python; fi
 } > "$results/allreduce.md"
+python benchmarks/memory.py --out "$results" > /dev/null
 python benchmarks/scaling.py --out "$results" "$@" > /dev/null
 python benchmarks/model.py --out "$results" > /dev/null
 if [ -d data/MNIST ] && [ -d data/cifar-10-batches-py ] && command -v horovodrun > /dev/null; then

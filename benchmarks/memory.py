@@ -142,7 +142,8 @@ def init_from(training):
 def export_weights(training):
     """In a process without a model."""
     training.model = training.optimizer = training.state = None
-    sys.argv = ["export.py", str(training.folder / "last.pt"), str(training.folder / "weights")]
+    weights_file = training.folder / f"weights-{dist.get_world_size()}"
+    sys.argv = ["export.py", str(training.folder / "last.pt"), str(weights_file)]
     with training.timed():
         on_rank_0(export.main)
 

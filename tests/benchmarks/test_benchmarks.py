@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import shutil
 import signal
 import struct
@@ -15,7 +16,7 @@ import runs
 import scaling
 import torch
 from forked import ForkedJob, compute
-from launch import Job, need
+from launch import Job, need, run
 from recipes import ROOT
 
 
@@ -353,6 +354,26 @@ def test_a_script_of_others(tmp_path, monkeypatch, capsys):
     (tmp_path / "theirs.py").write_text('raise SystemExit("started again")')
     peers.main()
     assert json.loads((tmp_path / "peers.json").read_text()) == result
+
+
+def test_memory(tmp_path):
+    """A save and a resume take nothing beside the state; what torch.load reads stays."""
+    cases = [
+        "a run that begins",
+        "a run that saves",
+        "a run that resumes",
+        "torch.save",
+        "torch.load",
+    ]
+    only = " ".join(map(shlex.quote, cases))
+    run(f"python {ROOT}/benchmarks/memory.py --layers 1 --ranks 2 --out . --only {only}", tmp_path)
+    measured = json.loads((tmp_path / "memory.json").read_text())["cases"]
+    most = {each["case"]: max(memory for memory, _ in each["of ranks"]) for each in measured}
+    begins = most["a run that begins"]
+    assert 1.4 < begins < 1.7
+    assert most["a run that saves"] < begins + 0.1
+    assert most["a run that resumes"] < begins + 0.1
+    assert most["torch.load"] > begins + 0.3
 
 
 def test_lightning_and_accelerate(tmp_path, monkeypatch):
