@@ -247,7 +247,8 @@ def run_case(args):
         seen.seek(0)
         largest = int(seen.read().split()[-1]) * 1024
     memory = (largest - before) / state_bytes(layers)
-    print(f"case: {dist.get_rank()} {memory:.2f} {training.seconds:.1f}")
+    # In one write: else the lines of several ranks mix.
+    sys.stdout.write(f"case: {dist.get_rank()} {memory:.2f} {training.seconds:.1f}\n")
     dist.barrier()
     dist.destroy_process_group()
 
