@@ -600,7 +600,8 @@ def zip_entries(path) -> Iterator[Entry]:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
             comment = archive.comment
-            file.seek(max(0, os.path.getsize(path) - ZIP_END_SIZE - 2**16))
+            size = os.path.getsize(path)
+            file.seek(max(0, size - ZIP_END_SIZE - 2**16))
             last = file.read()
     # A damaged file can raise anything.
     except Exception as error:
@@ -621,6 +622,8 @@ def zip_entries(path) -> Iterator[Entry]:
                 f"{path}:{info.filename} is encrypted, or compressed by another method than "
                 "deflate: pack it again, without"
             )
+        if not 0 <= info.header_offset <= info.header_offset + info.compress_size <= size:
+            raise InputError(f"{path}:{info.filename} is not within the zip: fetch it again")
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         yield Entry(info.filename, info.header_offset, info.compress_size, info.CRC, deflated)
 

@@ -471,6 +471,18 @@ def test_a_zip_with_a_wrong_crc(tree, tmp_path):
             found.read(index)
 
 
+@pytest.mark.check
+def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr("train/cat/0.jpg", b"0123456789")
+    content = bytearray((tmp_path / "train.zip").read_bytes())
+    size_in_directory = content.index(b"PK\x01\x02") + 20
+    content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
+    (tmp_path / "train.zip").write_bytes(content)
+    with pytest.raises(InputError, match=r"train/cat/0\.jpg is not within the zip"):
+        archives.Archive(tmp_path / "train.zip", "train")
+
+
 def test_a_zip_that_was_cut_off(tree, tmp_path):
     kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
     content = (tmp_path / archives.ZIP).read_bytes()
