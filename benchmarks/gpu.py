@@ -245,7 +245,8 @@ def measurements(args):
             ),
             120,
         )
-    yield 12, "tests for one GPU", "python -m pytest -q -m gpu tests", 180
+    # Not all of tests/, as others need packages that no GPU needs.
+    yield 12, "tests for one GPU", "python -m pytest -q -m gpu tests/recipes", 180
     for folder in folders[-2:]:
         yield (
             13,
