@@ -63,7 +63,7 @@ def test_real_images(start, namespace, real_data, tmp_path):
     """With the defaults, and an eviction in the middle, they train as two local processes do."""
     data = namespace.claim("data", group=1000)
     shutil.copytree(real_data("mnist") / "MNIST", data / "MNIST")
-    flags = "--epochs=1 --log-seconds=0"
+    flags = "--max-steps=200 --log-seconds=0"
     job = start(flags)
     job.wait_for("^step 100/")
     job.evict(0)
@@ -75,15 +75,6 @@ def test_real_images(start, namespace, real_data, tmp_path):
         tmp_path,
     )
     is_whole(namespace.claim("runs", 1000) / "ddp", tmp_path / "log")
-
-
-def test_the_doctor_in_a_running_pod(start):
-    """It finds the name at which the pods meet."""
-    job = start(FLAGS.replace("--epochs=40", "--epochs=100000"))
-    job.wait_for("^epoch 1/")
-    flags = ["--dataset=mnist", "--synthetic=640"]
-    for pod in job.pods.values():
-        assert "all is well" in pod.execute("python", "scripts/doctor.py", *flags)
 
 
 def test_evicted_pods(start, namespace, undisturbed):
@@ -102,14 +93,13 @@ def test_evicted_pods(start, namespace, undisturbed):
 
 
 def test_killed_pods(start, namespace, undisturbed):
-    """One pod or both: the run goes on from the last checkpoint."""
+    """Both: the run goes on from the last checkpoint."""
     job = start(f"{FLAGS} --checkpoint-every=3")
     job.wait_for("^epoch 2/")
-    for count, pods in enumerate([[1], [0, 1]], 1):
-        for index in pods:
-            job.pods[index].kill()
-        job.wait_for("^resumed from", count)
+    for pod in job.pods.values():
+        pod.kill()
     log = job.finish()
+    assert log.count("resumed from") == 1
     assert "stopped after a signal" not in log
     is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
 

@@ -66,7 +66,6 @@ FAULTS = {
     [
         *((strategy, "exit(0)") for strategy in RECIPES),
         ("ddp_launch", "hangs"),
-        ("hvd_gloo", "hangs"),
         ("ddp_spawn", "memory limit"),
     ],
 )

@@ -234,7 +234,7 @@ def test_warned_and_resumed(strategy, tmp_path):
 
 MOMENTS = int(os.environ.get("MOMENTS", 1))  # at which each run is told to stop
 # Of the launcher.
-STATUS = {"single": 0, "ddp_spawn": 0, "ddp_launch": 1, "hvd_gloo": 0}
+STATUS = {"single": 0, "ddp_launch": 1, "hvd_gloo": 0}
 
 
 @pytest.mark.timeout(1500 + 60 * MOMENTS)
