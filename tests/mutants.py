@@ -465,7 +465,7 @@ MUTANTS = [
     Mutant(
         "images in the order of their archive",
         "imagenet/archives.py",
-        {"    images.sort(key=in_order_of_folders)\n": ""},
+        {"    images = sorted(images, key=key)\n": ""},
         "tests/imagenet/test_archives.py::test_archives_are_as_folders",
     ),
     Mutant(
@@ -563,6 +563,23 @@ MUTANTS = [
         "imagenet/archives.py",
         {"(sizes_fit & offsets_fit & labels_fit).all()": "True"},
         "tests/imagenet/test_archives.py::test_an_index_of_somebody_else",
+    ),
+    Mutant(
+        "shards that nobody checks",
+        "imagenet/shards.py",
+        {"            if crc32(path) != crc:\n": "            if False:\n"},
+        "tests/recipes/test_fsdp.py::test_damaged_shard",
+    ),
+    Mutant(
+        "a checkpoint that is built in memory first",
+        "common/checkpoint.py",
+        {
+            "        torch.save(content, file)\n": "        import io\n\n"
+            "        buffer = io.BytesIO()\n"
+            "        torch.save(content, buffer)\n"
+            "        file.write(buffer.getvalue())\n"
+        },
+        "tests/benchmarks/test_benchmarks.py::test_memory",
     ),
     # On a cluster.
     Mutant(
