@@ -137,7 +137,7 @@ IN_IMAGENET = {
     "ddp_launch.py": (4, 17),
     "ddp_spawn.py": (4, 18),
     "dp.py": (2, 4),
-    "fsdp.py": (3, 13),
+    "fsdp.py": (3, 14),
     "hvd.py": (4, 14),
 }
 
