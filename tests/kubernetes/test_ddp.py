@@ -99,7 +99,7 @@ def test_killed_pods(start, namespace, undisturbed):
     for pod in job.pods.values():
         pod.kill()
     log = job.finish()
-    assert log.count("resumed from") == 1
+    assert "resumed from" in log
     assert "stopped after a signal" not in log
     is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
 
