@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure the tables of benchmarks/results on this machine, which should be idle otherwise: make benchmarks. Takes less
-# than 45 minutes on two cores. With the data sets in data/ it trains for accuracy (hours, but what
+# than 50 minutes on two cores. With the data sets in data/ it trains for accuracy (hours, but what
 # is in runs/accuracy is not repeated). With peers/, filled as benchmarks/peers.py --help says, it compares with what is
 # there (two hours). The first argument is the folder for the results; the others go to scaling.py.
 set -euo pipefail

@@ -1,7 +1,8 @@
 """Measure the memory that a save and a resume take on each rank, beside torch, DCP and accelerate.
 
     python benchmarks/memory.py --out benchmarks/results
-    python benchmarks/memory.py --layers 2 --ranks 2 --only "torch.save" "torch.load"
+    python benchmarks/memory.py --layers 6 30 --ranks 1 2 4
+    python benchmarks/memory.py --layers 2 --only "torch.save" "torch.load"
 
 The unit is the state: the float32 weights of a stack of linear layers of 16.8 million parameters
 each, and the momentum of SGD. A rank that trains holds 1.5 of it: weights, gradients, momentum.
@@ -36,7 +37,8 @@ from common.process import launch
 from scripts import export
 
 WIDTH = 4096
-LOOKS = """
+# Prints the most memory that another process has had so far, until that ends.
+WATCH = """
 import sys, time
 largest = 0
 try:
@@ -58,10 +60,10 @@ def parse_args():
         "--layers",
         type=flags.positive_int,
         nargs="+",
-        default=[6, 30],
+        default=[6],
         help="linear layers of 16.8 M parameters; more than fit are left out",
     )
-    add("--ranks", type=flags.positive_int, nargs="+", default=[1, 2, 4], help="processes")
+    add("--ranks", type=flags.positive_int, nargs="+", default=[2], help="processes")
     add("--only", choices=CASES, nargs="+", default=list(CASES), help="measure these")
     add("--out", type=Path, help="folder for memory.md and memory.json; default: only print")
     # What the processes get that it starts.
@@ -223,12 +225,6 @@ CASES = {
 }
 
 
-def rss():
-    """The bytes of this process's own memory."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
-
-
 def run_case(args):
     """In one rank: print the most memory of this case in units of the state, and its seconds."""
     dist.init_process_group("gloo")
@@ -236,14 +232,14 @@ def run_case(args):
     # What torch itself needs, which it takes at the first step.
     Training(1, args.folder).step()
     before = own_memory()
-    command = [sys.executable, "-S", "-c", LOOKS, str(os.getpid())]
+    command = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
     with tempfile.TemporaryFile("w+") as seen:
-        looks = subprocess.Popen(command, stdout=seen)
+        watcher = subprocess.Popen(command, stdout=seen)
         (layers,) = args.layers
         training = Training(layers, args.folder, sharded=args.case.startswith("FSDP"))
         CASES[args.case](training)
-        looks.terminate()
-        looks.wait()
+        watcher.terminate()
+        watcher.wait()
         seen.seek(0)
         largest = int(seen.read().split()[-1]) * 1024
     memory = (largest - before) / state_bytes(layers)

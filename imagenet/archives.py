@@ -482,7 +482,8 @@ def files_in(path, size) -> Files:
     files = Files()
     links = []
     with Progress(desc=path.name, total=size, unit="B", unit_scale=True) as bar:
-        for entry in zip_entries(path) if is_zip(path) else tar_entries(path, bar):
+        entries = zip_entries(path) if is_zip(path) else tar_entries(path, bar)
+        for entry in entries:
             if entry.target:
                 links.append(entry)
             else:
@@ -513,7 +514,8 @@ def images_among(names, path, split):
     if not images:
         raise InputError(folders.no_images(f"{path} (for {split})", others))
     # Names begin with what was packed: train/, or a folder above it.
-    above = posixpath.commonpath({posixpath.dirname(names[number]) for number in images}).split("/")
+    folders_of_images = {posixpath.dirname(names[number]) for number in images}
+    above = posixpath.commonpath(folders_of_images).split("/")
     packed = ""
     if split in above:
         packed = "/".join(above[: above.index(split) + 1]) + "/"

@@ -4,7 +4,7 @@ import pytest
 from launch import evaluations, on_small_disk, run
 from recipes import ROOT
 
-from common import results
+from common import log, results
 
 
 def test_a_disk_that_was_full_for_a_moment(tmp_path):
@@ -56,3 +56,13 @@ def test_a_tensorboard_of_other_versions(error, tmp_path):
     assert said.count("no TensorBoard events") == 1
     assert said.index("no TensorBoard events") < said.index("epoch 1/2")
     assert len(evaluations(tmp_path / "log")) == 2
+
+
+def test_progress_without_a_terminal(capsys):
+    """It is a line, and a short wait has none."""
+    with log.Progress(total=4, desc="train.tar") as bar:
+        bar.update(2)
+        assert capsys.readouterr() == ("", "")
+        bar.display()
+        assert capsys.readouterr().out.startswith("train.tar:  50%")
+    assert capsys.readouterr() == ("", "")

@@ -305,7 +305,6 @@ def test_the_last_of_two_files_with_one_name_counts(tree, tmp_path):
 
 
 @pytest.mark.check
-@pytest.mark.check
 def test_the_memory_that_an_index_takes(tmp_path):
     """While it is made, in the one process that all others wait for: 14 million images are 4 GB."""
     images = 5000
@@ -321,6 +320,7 @@ def test_the_memory_that_an_index_takes(tmp_path):
     assert peak / images < 300
 
 
+@pytest.mark.check
 def test_a_sparse_file(tree, tmp_path):
     """Its bytes are in pieces. Those of other files may be."""
     for name in ("notes.txt", "cat/1.jpg"):
