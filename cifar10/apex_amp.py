@@ -189,7 +189,7 @@ def connect(args):
     if device.type == "cpu" or args.channels_last:
         # amp: Apex's DDP would mix up the gradients of NHWC weights.
         raise InputError("Apex needs a GPU, and does not work with --channels-last: use ddp_amp.py")
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)

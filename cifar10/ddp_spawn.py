@@ -24,7 +24,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
 import cifar  # beside this file
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError
 from common.metrics import Best, Sums
@@ -74,6 +74,7 @@ def parse_args():
     add("--weight-decay", "--wd", type=flags.non_negative_float, default=5e-4, help="weight decay")
     add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     # dist: how many processes there are, and which of them this machine starts.
     gpus = max(1, torch.accelerator.device_count())
@@ -187,10 +188,12 @@ def connect(local_rank, args):
     device = devices.pick(args.device, local_rank, args.gpus)
     # dist: else each process starts a thread per core.
     launch.share_cores(args.gpus)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
@@ -271,6 +274,8 @@ def main(local_rank, args):
         all_reduce=dist.all_reduce,
     )
     step = make_step(model, optimizer, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)

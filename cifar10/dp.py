@@ -184,7 +184,7 @@ def main():
     args = parse_args()
     launch.check_world_size(1)
     device = devices.pick(args.device)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # What names no device, such as a seed, is for this one.
         torch.accelerator.set_device_index(device.index)

@@ -194,7 +194,7 @@ def connect(args):
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
@@ -217,8 +217,7 @@ def build(args, device, world_size):
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        # fsdp: no CUDA graphs, as the gathered weights lie elsewhere in each step.
-        devices.compile_model(model, cuda_graphs=False)
+        devices.compile_model(model)
     # fsdp: it refuses NHWC weights; the images stay NHWC.
     model.to(memory_format=torch.contiguous_format)
     # fsdp: else it takes the GPU, also with --device cpu.

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import cifar  # beside this file
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
@@ -64,6 +64,7 @@ def parse_args():
     add("--weight-decay", "--wd", type=flags.non_negative_float, default=5e-4, help="weight decay")
     add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     flags.add_run_flags(parser)
     args = parser.parse_args()
@@ -170,10 +171,12 @@ def main():
     args = parse_args()
     launch.check_world_size(1)
     device = devices.pick(args.device)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # What names no device, such as a seed, is for this one.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     train, val = load_data(args, device)
     torch.manual_seed(args.seed)
     model, optimizer, lines = build(args, device)
@@ -204,6 +207,8 @@ def main():
         lines=lines,
     )
     step = make_step(model, optimizer, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device)

@@ -106,10 +106,18 @@ def describe(device: torch.device) -> str:
     return f"{device.type} ({name})"
 
 
-def tune(device: torch.device) -> None:
-    """Let convolutions and matrix products be fast: cuDNN's search, TF32, and what a CPU needs."""
+def tune(device: torch.device, deterministic: bool = False) -> None:
+    """Let convolutions and matrix products be fast: cuDNN's search, TF32, and what a CPU needs.
+
+    A `deterministic` run computes the same bits each time on the same machine, which on a GPU is
+    slower. An operation that has no such algorithm then raises RuntimeError.
+    """
     # Tries the algorithms for each convolution once, and keeps the fastest.
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        # cuBLAS reads it when it starts. It asks for two buffers that it does not share.
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device.type == "cuda":
         # TF32, as in convolutions.
         torch.set_float32_matmul_precision("high")
@@ -163,17 +171,12 @@ def use_channels_last(model: torch.nn.Module) -> None:
     model.register_forward_pre_hook(convert)
 
 
-def compile_model(model: torch.nn.Module, cuda_graphs: bool = True) -> None:
-    """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError.
-
-    A small model uses CUDA graphs, as a GPU would wait for Python. They overwrite gradients that
-    accumulate over several passes: then set `cuda_graphs` to False.
-    """
+def compile_model(model: torch.nn.Module) -> None:
+    """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
     # The default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
     # what it finds there.
     with suppress(RuntimeError):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
-    small = sum(weight.numel() for weight in model.parameters()) < 20_000_000
-    model.compile(mode="reduce-overhead" if small and cuda_graphs else "default")
+    model.compile()

@@ -20,7 +20,9 @@ MAY_CHANGE = frozenset(
         "checkpoint_every",
         "comm_hook",
         "compile",
+        "cuda_graph",
         "data_dir",
+        "deterministic",
         "device",
         "dry_run",
         "epochs",
@@ -166,6 +168,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dry-run", action="store_true", help="try a step and a batch of evaluation; write nothing"
     )
+    add("--deterministic", action="store_true", help="compute the same bits again; slower on a GPU")
     add("--profile", action="store_true", help="trace ten steps of rank 0, for ui.perfetto.dev")
     add = parser.add_argument_group("checkpoints").add_argument
     add("--init-from", metavar="FILE", help="begin with weights: state_dict, safetensors, .pt")

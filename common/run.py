@@ -16,6 +16,8 @@ from common.process.watchdog import Watchdog, flight_recorder
 
 # A launcher waits 30 s and more after it asked a run to stop.
 CHECK_AFTER = 5
+# Python waits for the GPU at a check, and then the GPU for Python: that is to be a hundredth.
+CHECK_NOT_WITHIN = 0.02
 
 
 class Run:
@@ -136,7 +138,8 @@ class Run:
         """Whether all ranks look at their loss now, and agree whether to stop. All get the same.
 
         It is every --log-interval steps, and more often where these take longer than CHECK_AFTER
-        seconds. Before a save of --checkpoint-every, too; then `save_due` is true.
+        seconds. On a GPU those are left out that come CHECK_NOT_WITHIN seconds after another one.
+        Before a save of --checkpoint-every, too; then `save_due` is true.
         """
         position = self.position
         steps = position.steps - self.checked_at
@@ -147,8 +150,11 @@ class Run:
             slow = steps * self.stop.seconds_per_step > CHECK_AFTER
         else:
             slow = seconds > CHECK_AFTER
+        on_gpu = self.device.type != "cpu"
+        too_soon = on_gpu and steps * self.stop.seconds_per_step < CHECK_NOT_WITHIN
+        regular = position.multiple_of(self.log_interval) and not too_soon
         self.save_due = position.multiple_of(self.checkpoint_every)
-        if not (slow or self.save_due or position.multiple_of(self.log_interval)):
+        if not (slow or self.save_due or regular):
             return False
         self.stop.seconds_per_step = seconds / steps
         self.checked_at = position.steps

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from common.errors import InputError
 from common.position import Position
 
@@ -68,7 +70,8 @@ class WarmupCosine:
         """Set the rates for the step at `position`."""
         factor = self.factor(position)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
+            # In float32, as a CUDA graph has it: else its weights would differ.
+            group["lr"] = float(np.float32(peak * factor))
 
     def warn_if_short(self, position: Position) -> list[str]:
         """A line for the log if the run at `position` ends before the rates fall."""

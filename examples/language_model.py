@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError
 from common.metadata import Metadata
@@ -93,6 +93,7 @@ def parse_args():
     )
     add("--clip", type=flags.positive_float, default=1, help="largest norm of the gradient")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     # dist: for slow links.
     add("--comm-hook", choices=COMM_HOOKS, help="send gradients in 16 bits")
@@ -270,10 +271,12 @@ def connect(args):
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
@@ -355,6 +358,8 @@ def main():
         all_reduce=dist.all_reduce,
     )
     step = make_step(args, model, optimizer, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)

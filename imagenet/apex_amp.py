@@ -236,7 +236,7 @@ def connect(args):
     if device.type == "cpu" or args.channels_last:
         # amp: Apex's DDP would mix up the gradients of NHWC weights.
         raise InputError("Apex needs a GPU, and does not work with --channels-last: use ddp_amp.py")
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
@@ -264,7 +264,7 @@ def build(args, metadata, device, world_size):
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+        devices.compile_model(model)
     # dist: the global batch is world_size times larger.
     factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
     peak_lr = args.lr * factor

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import jpegs  # beside this file
 import networks
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, to_device
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
@@ -84,6 +84,7 @@ def parse_args():
     add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="weight decay")
     add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
     add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
     add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
@@ -235,10 +236,12 @@ def connect(args):
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
@@ -263,7 +266,7 @@ def build(args, metadata, device, world_size):
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+        devices.compile_model(model)
     # dist: the global batch is world_size times larger.
     factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
     peak_lr = args.lr * factor
@@ -349,6 +352,8 @@ def main():
         run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return
     step = make_step(args, model, optimizer, scaler, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)

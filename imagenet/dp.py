@@ -206,7 +206,7 @@ def build(args, metadata, device, gpus):
             "--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0"
         )
     if args.compile:
-        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+        devices.compile_model(model)
     peak_lr = args.lr
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), peak_lr, args.momentum, fused=True
@@ -221,7 +221,7 @@ def main():
     args = parse_args()
     launch.check_world_size(1)
     device = devices.pick(args.device)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # What names no device, such as a seed, is for this one.
         torch.accelerator.set_device_index(device.index)

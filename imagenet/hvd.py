@@ -259,7 +259,7 @@ def connect(args):
     device = devices.pick(args.device, hvd.local_rank(), hvd.local_size())
     # dist: else each process starts a thread per core.
     launch.share_cores(hvd.local_size())
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     # dist: a wrong build is refused before a data set is downloaded.
     check_horovod(args, device)
     if device.type != "cpu":
@@ -280,7 +280,7 @@ def build(args, metadata, device, world_size):
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+        devices.compile_model(model)
     # dist: Horovod sends only NCHW, --channels-last or not.
     model.to(memory_format=torch.contiguous_format)
     # dist: the global batch is world_size times larger.

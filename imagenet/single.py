@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import jpegs  # beside this file
 import networks
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, to_device
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
@@ -72,6 +72,7 @@ def parse_args():
     add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="weight decay")
     add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
     add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
     add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
@@ -195,7 +196,7 @@ def build(args, metadata, device):
     if args.channels_last:
         devices.use_channels_last(model)
     if args.compile:
-        devices.compile_model(model, cuda_graphs=args.accumulate == 1)
+        devices.compile_model(model)
     peak_lr = args.lr
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), peak_lr, args.momentum, fused=True
@@ -207,10 +208,12 @@ def main():
     args = parse_args()
     launch.check_world_size(1)
     device = devices.pick(args.device)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # What names no device, such as a seed, is for this one.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     train, val = load_data(args, device)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
@@ -254,6 +257,8 @@ def main():
         run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return
     step = make_step(args, model, optimizer, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device)

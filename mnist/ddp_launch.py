@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import digits  # beside this file
-from common import devices, flags, schedule
+from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
@@ -69,6 +69,7 @@ def parse_args():
     add("--weight-decay", "--wd", type=flags.non_negative_float, default=0, help="weight decay")
     add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
     add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
     add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     # dist: for slow links.
     add("--comm-hook", choices=COMM_HOOKS, help="send gradients in 16 bits")
@@ -173,10 +174,12 @@ def connect(args):
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process.
     device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     if device.type != "cpu":
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
@@ -256,6 +259,8 @@ def main():
         all_reduce=dist.all_reduce,
     )
     step = make_step(model, optimizer, sums)
+    if args.cuda_graph:
+        step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)

@@ -211,7 +211,7 @@ def connect(args):
     device = devices.pick(args.device, hvd.local_rank(), hvd.local_size())
     # dist: else each process starts a thread per core.
     launch.share_cores(hvd.local_size())
-    devices.tune(device)
+    devices.tune(device, args.deterministic)
     # dist: a wrong build is refused before a data set is downloaded.
     check_horovod(args, device)
     if device.type != "cpu":

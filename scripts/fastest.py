@@ -49,6 +49,7 @@ class Setting:
     tf32: bool = True
     channels_last: bool = False
     compile: bool = False
+    cuda_graph: bool = False
     workers: int | None = None
     loader: str | None = None
 
@@ -80,6 +81,8 @@ class Setting:
             words.append("--channels-last")
         if self.compile:
             words.append("--compile")
+        if self.cuda_graph:
+            words.append("--cuda-graph")
         if self.workers is not None:
             words += ["--workers", str(self.workers)]
         if self.loader is not None:
@@ -97,6 +100,8 @@ class Setting:
             words.append("--channels-last" if self.channels_last else "no --channels-last")
         if self.compile != other.compile:
             words.append("--compile" if self.compile else "no --compile")
+        if self.cuda_graph != other.cuda_graph:
+            words.append("--cuda-graph" if self.cuda_graph else "no --cuda-graph")
         if (self.processes, self.threads) != (other.processes, other.threads):
             threads = f", OMP_NUM_THREADS={self.threads}" if self.threads else ""
             words.append(f"processes: {self.processes}{threads}")
@@ -336,6 +341,7 @@ def default_of(args) -> Setting:
         processes,
         channels_last=args.channels_last,
         compile=args.compile,
+        cuda_graph=args.cuda_graph,
         workers=args.workers,
         loader=args.loader,
     )
@@ -407,6 +413,8 @@ def find(args, given) -> None:
         # What is hopeless in one memory format is not tried in the other.
         in_question = [each for each in settings if search.has_hope(each)]
     search.try_all([replace(search.best(), compile=not default.compile)])
+    if on_gpu(args.device):
+        search.try_all([replace(search.best(), cuda_graph=not default.cuda_graph)])
     search.try_all(placements(search.best(), args.device))
     search.try_all(loading(search.best(), config, args.device))
     if search.slower:
@@ -434,6 +442,7 @@ def parse_args():
     add("--amp-dtype", choices=("bf16", "fp16"), default="bf16", help="the recipe's own")
     add("--channels-last", action="store_true", help="the recipe's own")
     add("--compile", action="store_true", help="the recipe's own")
+    add("--cuda-graph", action="store_true", help="the recipe's own")
     add("-j", "--workers", type=flags.non_negative_int, help="the recipe's own")
     add("--loader", help="the recipe's own")
     add("--device", choices=("auto", "cpu"), default="auto", help="the recipe's own")

@@ -73,6 +73,7 @@ CHECKPOINT = "tests/common/test_checkpoint.py::"
 PARITY = "tests/recipes/test_parity.py::test_parity"
 EVALUATION = "tests/recipes/test_parity.py::test_exact_evaluation"
 COSTS = "tests/recipes/test_gpu.py::test_costs_of_a_step"
+CUDA_GRAPH = "tests/recipes/test_gpu.py::test_cuda_graph"
 STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
 KILLED = "tests/recipes/test_signals.py::test_ranks_end_with_a_launcher_that_is_killed_while"
 CLUSTER = "tests/slurm/test_cluster_faults.py::"
@@ -605,6 +606,50 @@ MUTANTS = [
         "slurm/ddp_2nodes.sh",
         {'trap "" USR1 USR2 TERM; exec torchrun': 'trap "" USR1 USR2; exec torchrun'},
         f"{CLUSTER}test_preempted",
+    ),
+    Mutant(
+        "CUDA graph: the rates are numbers, which the capture freezes",
+        "common/graph.py",
+        {"group.update(options, lr=rate)": "group.update(options)"},
+        f"{CUDA_GRAPH}[mnist/single.py]",
+    ),
+    Mutant(
+        "CUDA graph: the rates on the device stay those of the first step",
+        "common/graph.py",
+        {
+            '                self.rates[index].fill_(group["lr"])\n': (
+                "                if self.graph is None:\n"
+                '                    self.rates[index].fill_(group["lr"])\n'
+            )
+        },
+        f"{CUDA_GRAPH}[mnist/single.py]",
+    ),
+    Mutant(
+        "CUDA graph: the same dropout in each step",
+        "common/graph.py",
+        {
+            "            self.graph.replay()\n": (
+                "            torch.cuda.manual_seed(0)\n            self.graph.replay()\n"
+            )
+        },
+        f"{CUDA_GRAPH}[examples/language_model.py]",
+    ),
+    Mutant(
+        "CUDA graph: it goes on with the batch of the capture",
+        "common/graph.py",
+        {"                    fixed.copy_(part)\n": "                    pass\n"},
+        f"{CUDA_GRAPH}[mnist/single.py]",
+    ),
+    Mutant(
+        "CUDA graph: a count of Python within the step, which only the capture adds",
+        "mnist/single.py",
+        {
+            "correct=correct)\n\n    return step": (
+                "correct=correct, images=len(labels))\n\n    return step"
+            ),
+            "        sums.add(images=len(labels))\n": "",
+        },
+        f"{CUDA_GRAPH}[mnist/single.py]",
     ),
 ]
 

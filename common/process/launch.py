@@ -67,6 +67,11 @@ CAUSES = (
     ),
     (
         InputError,
+        ("does not have a deterministic implementation",),
+        "an operation of the model has no deterministic algorithm: leave out --deterministic",
+    ),
+    (
+        InputError,
         ("Duplicate GPU detected",),
         "two processes of this machine have the same GPU: start fewer, let each see one of its "
         "own, or use --device cpu",

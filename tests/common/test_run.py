@@ -1,9 +1,16 @@
 """What a run has beside its training: how its ranks save, and when they ask each other."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from forked import compute
 from launch import checkpoint, place, strategies
 from recipes import ROOT, STEP, changed_copy
+
+from common.data import EpochSampler
+from common.position import Position
+from common.run import Run
 
 SLOW_SAVE = """\
     from common import checkpoint
@@ -46,6 +53,39 @@ def test_slow_steps_do_not_delay_a_stop(recipe, tmp_path):
     flags = "--synthetic 2560 -b 32 --model lenet --device cpu --log-interval 1000 --log-dir log"
     assert "stopped after a signal" in compute(f"{command} {flags}", tmp_path)
     assert checkpoint(tmp_path / "log")["position"]["steps"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds_per_step", "due"),
+    [
+        ("cpu", 0.001, [10, 20, 30, 40, 50, 60]),
+        # 20 ms, and then the next multiple of --log-interval.
+        ("cuda", 0.001, [20, 40, 60]),
+        ("cuda", 0.003, [10, 20, 30, 40, 50, 60]),
+        ("cuda", 2.0, [ten + step for ten in range(0, 60, 10) for step in (3, 6, 9, 10)]),
+    ],
+)
+def test_when_all_ranks_check(device, seconds_per_step, due):
+    position = Position(EpochSampler(60, 1), 1)
+    stop = SimpleNamespace(seconds_per_step=seconds_per_step)
+    run = SimpleNamespace(
+        position=position,
+        device=torch.device(device),
+        stop=stop,
+        log_interval=10,
+        checkpoint_every=None,
+        all_reduce=lambda values: values,
+        checked_at=0,
+        checked_when=0,
+    )
+    found = []
+    for _ in range(60):
+        position.advance()
+        if Run.check_due(run):
+            # As the ranks agree on it.
+            stop.seconds_per_step = seconds_per_step
+            found.append(position.steps)
+    assert found == due
 
 
 def test_the_best_is_of_another_folder(tmp_path):

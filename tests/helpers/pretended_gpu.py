@@ -8,6 +8,9 @@ of the CPU fails, as with CUDA. For each training step it counts launches (the o
 a kernel on a GPU) and waits (the lines at which Python waits for the GPU). It cannot show a race,
 and its operations are those of the CPU: for some of them CUDA starts several kernels, and for a
 view of other strides a copy. NCCL is Gloo, and what Horovod does with a tensor is not counted.
+
+A CUDA graph records the operations with their tensors, and a replay runs them again without Python.
+So a number or a random seed of Python is frozen, as on a GPU.
 """
 
 import collections
@@ -46,6 +49,7 @@ MIXES = {"copy_", "_to_copy", "index", "index_put_", "_index_put_impl_"}
 launches, waits = collections.Counter(), collections.Counter()
 # The addresses of DDP's buckets, which its C++ gets back from Gloo as tensors of the CPU
 reduced = set()
+recording = None  # the Graph that is being captured
 
 
 class GpuTensor(torch.Tensor):
@@ -121,6 +125,74 @@ class Factories(TorchDispatchMode):
         return operate(func, args, kwargs or {})
 
 
+class Operation:
+    """`func` with its arguments, tensors of the CPU, and what it gave in the capture of a graph."""
+
+    def __init__(self, func, args, kwargs):
+        self.func, self.args, self.kwargs = func, args, kwargs
+
+    def run(self):
+        return self.func(*self.args, **self.kwargs)
+
+    def run_again(self):
+        """Let the tensors of the result have new values, in the same places."""
+        for new, old in zip(tree_leaves(self.run()), tree_leaves(self.result), strict=True):
+            if isinstance(new, torch.ScriptObject):
+                dist.Work.unbox(new).wait()
+            # A view, or what was changed in place, has its values already.
+            elif isinstance(new, torch.Tensor) and address(new) != address(old):
+                old.copy_(new)
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Graph:
+    """torch.cuda.CUDAGraph: what was done on the GPU during a capture."""
+
+    def __init__(self):
+        self.operations, self.before = [], {}
+
+    def record(self, operation):
+        for tensor in tree_leaves((operation.args, operation.kwargs)):
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.before:
+                storage = tensor.untyped_storage()
+                self.before[address(tensor)] = storage, storage.clone()
+        operation.result = operation.run()
+        self.operations.append(operation)
+        return operation.result
+
+    def replay(self):
+        for operation in self.operations:
+            operation.run_again()
+        launches["graph"] += 1
+        after_step()
+
+
+@contextlib.contextmanager
+def capture(graph, **_):
+    """torch.cuda.graph. A GPU computes nothing meanwhile: all is put back at the end."""
+    global recording
+    recording, state = graph, torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        recording = None
+        torch.default_generator.set_state(state)
+        for storage, values in graph.before.values():
+            storage.copy_(values)
+        graph.before.clear()
+        launches.clear()
+
+
+def note_wait(name):
+    """Count a line at which Python waits for the GPU."""
+    if recording:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    waits[f"{line()} ({name})"] += 1
+
+
 def indexed(device):
     """cuda as cuda:0. For a device without its index, C++ would ask CUDA which is the current."""
     lacks_index = device.type == "cuda" and device.index is None
@@ -193,13 +265,14 @@ def operate(func, args, kwargs):
         "non_blocking", name == "copy_" and len(args) > 2 and args[2]
     )
     if name in WAITS or blocking or (name.startswith("index") and of_cpu):
-        waits[f"{line()} ({name})"] += 1
+        note_wait(name)
     if asked:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     real_args, real_kwargs = tree_map_only(GpuTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
     onto_itself = name == "copy_" and real_args[0].data_ptr() == real_args[1].data_ptr()
     launches[name] += name not in NO_LAUNCH and func.namespace != "c10d" and not onto_itself
-    result = ON_CPU.get(name, func)(*real_args, **real_kwargs)
+    operation = Operation(ON_CPU.get(name, func), real_args, real_kwargs)
+    result = recording.record(operation) if recording else operation.run()
     if func.namespace == "c10d":
         reduced.update(
             tensor.untyped_storage().data_ptr()
@@ -284,10 +357,13 @@ ON_CPU = {
 
 
 class Stream(contextlib.nullcontext):
-    """A CUDA stream or event, of which every method does nothing."""
+    """A CUDA stream or event, of which every other method does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
+
+    def is_capturing(self):
+        return recording is not None
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
@@ -299,7 +375,7 @@ def set_device(device):
 
 
 def synchronize(*_):
-    waits[f"{line()} (synchronize)"] += 1
+    note_wait("synchronize")
 
 
 def int_tensor(values):
@@ -318,7 +394,6 @@ def pretend(gpus):
         (cuda, "manual_seed_all", None),
         (cuda, "get_device_name", "pretended GPU"),
         (cuda, "get_device_capability", (9, 0)),
-        (cuda, "is_current_stream_capturing", False),
         (cuda, "is_bf16_supported", True),
         (
             cuda,
@@ -341,7 +416,9 @@ def pretend(gpus):
     cuda.get_rng_state = lambda *_: generator.get_state()
     cuda.set_rng_state = lambda state, *_: generator.set_state(state)
     torch.accelerator.current_stream = cuda.current_stream = cuda.Stream = cuda.Event = Stream
-    cuda.stream = Stream
+    cuda.stream = cuda.set_stream = Stream
+    cuda.is_current_stream_capturing = Stream().is_capturing
+    cuda.CUDAGraph, cuda.graph = Graph, capture
     cuda.synchronize = torch.accelerator.synchronize = synchronize
     cuda.IntTensor = int_tensor
     torch.Tensor.pin_memory = lambda tensor, *_: tensor.clone()
@@ -398,6 +475,28 @@ def pretend_horovod():
     hvd.nccl_built = lambda: os.environ.get("PRETENDED_NCCL", "1") == "1"
 
 
+steps = []  # (launches, [line that waits, ...]) of each training step so far
+
+
+def after_step(*_):
+    """Count a step, after its optimizer or the graph that has it."""
+    if recording or not sum(launches.values()):
+        return  # Horovod's optimizer calls this twice
+    steps.append((sum(launches.values()), list(waits.elements())))
+    rank = (
+        os.environ.get("RANK")
+        or os.environ.get("HOROVOD_RANK")
+        or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    )
+    if rank == "0" and "PRETENDED_STEPS" in os.environ:
+        with open(os.environ["PRETENDED_STEPS"], "a") as file:
+            print(json.dumps(steps[-1]), file=file)
+    if len(steps) == int(os.environ.get("KILLED_AFTER", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    launches.clear()
+    waits.clear()
+
+
 def run(script):
     """Run a recipe on pretended GPUs.
 
@@ -406,25 +505,6 @@ def run(script):
     PRETENDED_STEPS: a file to which rank 0 writes what it counts, step by step.
     KILLED_AFTER: the number of steps after which each rank kills itself.
     """
-    steps = []
-
-    def after_step(*_):
-        if not sum(launches.values()):
-            return  # Horovod's optimizer calls this twice
-        steps.append((sum(launches.values()), list(waits.elements())))
-        rank = (
-            os.environ.get("RANK")
-            or os.environ.get("HOROVOD_RANK")
-            or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-        )
-        if rank == "0" and "PRETENDED_STEPS" in os.environ:
-            with open(os.environ["PRETENDED_STEPS"], "a") as file:
-                print(json.dumps(steps[-1]), file=file)
-        if len(steps) == int(os.environ.get("KILLED_AFTER", "0")):
-            os.kill(os.getpid(), signal.SIGKILL)
-        launches.clear()
-        waits.clear()
-
     pretend(int(os.environ.get("PRETENDED_GPUS", "1")))
     optimizer.register_optimizer_step_post_hook(after_step)
     with Factories(), Autocast():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from statistics import median
 
 import pytest
 import torch
@@ -89,6 +90,79 @@ def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
         difference = largest_difference(checkpoint(ours)["model"], checkpoint(expected)["model"])
         # on the CPU, too, two processes differ from one by 1.5e-4, as they add up in another order
         assert difference < 1e-3
+
+
+# 36 steps in which the rate changes. A kill after 17 of them comes within the second epoch, five
+# steps after the capture; the resumed run captures again.
+CUDA_GRAPH = "--synthetic 384 --epochs 3 --warmup-epochs 0.5 --checkpoint-every 4 --log-dir log"
+WITH_CUDA_GRAPH = {
+    "mnist/single.py": "-b 32",
+    "mnist/ddp_spawn.py": "-b 16",
+    "mnist/ddp_amp.py": "-b 16 --amp-dtype fp16",
+    "cifar10/ddp_amp.py": "-b 16 --model convnet",
+    "imagenet/ddp_launch.py": "-b 16 --model convnet --image-size 32",
+    # With dropout, AdamW and clipping.
+    "examples/language_model.py": ("-b 16 --synthetic 14000 --context 32 --layers 1 --width 32"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_CUDA_GRAPH)
+def test_cuda_graph(name, tmp_path):
+    """Killed and resumed, it gives the weights and the losses of a run without it, bit by bit."""
+    results = []
+    for cuda_graph in (False, True):
+        folder = tmp_path / str(cuda_graph)
+        folder.mkdir()
+        command = f"{CUDA_GRAPH} {WITH_CUDA_GRAPH[name]}"
+        if cuda_graph:
+            killed = 1 if name.endswith("ddp_spawn.py") else 9
+            command += " --cuda-graph --resume auto"
+            pretended(ROOT / name, command, folder, status=killed, KILLED_AFTER="17")
+        _, steps = pretended(ROOT / name, command, folder)
+        results.append((checkpoint(folder / "log")["model"], losses(folder / "log"), steps))
+    (weights, losses_of_it, _), (of_graph, losses_of_graph, steps) = results
+    assert largest_difference(weights, of_graph) == 0
+    assert losses_of_graph == losses_of_it
+    # The 11 steps before the capture are as they are without it. After it there are few launches:
+    # the graph, the copy of the batch, and the rate.
+    assert min(launches for launches, _ in steps[:11]) > 30
+    assert median(launches for launches, _ in steps[11:]) < 12
+
+
+OTHER_SHAPES = """
+import torch
+
+from common import graph
+
+device = torch.device("cuda", 0)
+total = torch.zeros(3, device=device)
+captured = graph.Captured(lambda batch: total.add_(batch.sum()), device)
+for size in [4] * 20 + [3, 2, 4]:
+    captured(torch.ones(size, device=device))
+print(total.tolist())
+"""
+
+
+def test_batches_of_other_shapes(tmp_path):
+    """They run without the graph, which is said once, and count."""
+    (tmp_path / "shapes.py").write_text(OTHER_SHAPES)
+    output = compute("python shapes.py", tmp_path, PRETENDED_GPUS="1", PYTHONPATH=str(ROOT))
+    line, total = output.splitlines()
+    assert "without the CUDA graph" in line
+    assert total == str([20.0 * 4 + 3 + 2 + 4] * 3)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python {}/mnist/single.py --device cpu", "needs a CUDA device"),
+        ("PRETENDED_GPUS=1 python {}/imagenet/single.py --accumulate 2", "not go with --accum"),
+        ("PRETENDED_GPUS=1 torchrun --nproc-per-node=1 {}/cifar10/ddp_amp.py --comm-hook bf16",
+         "not go with --comm-hook"),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_go_with_a_cuda_graph(command, says, tmp_path):
+    assert says in refused(f"{command.format(ROOT)} --synthetic 64 --cuda-graph", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ddp_launch.py", "hvd.py"])

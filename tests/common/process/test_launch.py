@@ -10,7 +10,7 @@ import pytest
 import torch
 from forked import compute
 from launch import one_line, run
-from recipes import ROOT
+from recipes import ROOT, STEP, changed_copy
 
 from common.errors import InputError
 from common.process import launch
@@ -145,6 +145,18 @@ def test_causes_that_are_explained(error, says, monkeypatch, capfd):
     with pytest.raises(SystemExit), launch.plain_exits():
         raise error
     assert says in one_line(capfd.readouterr().err)
+
+
+def test_an_operation_without_a_deterministic_algorithm(tmp_path):
+    """Its name is in the line; a run without --deterministic has it."""
+    step = "        torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))\n"
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, step + STEP)
+    command = f"python {copy}/single.py --synthetic 320 --model lenet --device cpu --dry-run"
+    compute(command, tmp_path)
+    said = compute(f"{command} --deterministic", tmp_path, status=2)
+    assert "\nsingle.py: an operation of the model has no deterministic algorithm" in said
+    assert "put_" in said
+    assert "Traceback" not in said
 
 
 def test_batch_norm_with_one_image(tmp_path):
