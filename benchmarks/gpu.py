@@ -3,16 +3,20 @@ Horovod, traces.
 
     make gpu
     make gpu ARGS="--steps 1-6 --out /tmp/gpu"
+    make gpu ARGS="--minutes 12"
     make gpu ARGS="--device cpu"    # to try it out: small models and few images
 
 Each measurement is a command with a time limit of its own. After each one its result is in gpu.json
 and gpu.md in --out; a failure is a result, too. A second start measures what is not there yet. It
 needs no network, but MNIST and CIFAR-10 in --data-dir, and Apex and Horovod in the environment: it
-says first what is missing, and does the rest. It has been run with --device cpu only.
+says first what is missing, and does the rest, the most important things first. It has been run with
+--device cpu only.
 """
 
 import importlib.util
+import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import runs
@@ -48,6 +53,11 @@ STEPS = (
     "tests",
     "traces",
 )
+# The most important ones come first: --minutes may leave out the last.
+ORDER = (1, 12, 6, 7, 13, 2, 3, 4, 5, 8, 9, 10, 11)
+# Those that are only to end well: several run at once. The others are timed.
+UNTIMED = (2, 3, 4)
+AT_ONCE = 7
 
 
 def parse_args():
@@ -56,6 +66,13 @@ def parse_args():
         "--device", choices=("auto", "cpu"), default="auto", help=("cpu: try it out on few images")
     )
     p.add_argument("--steps", default=f"1-{len(STEPS)}", metavar="A-B", help="which steps")
+    p.add_argument(
+        "--minutes",
+        type=runs.flags.positive_float,
+        default=math.inf,
+        metavar="N",
+        help="begin no measurement after N minutes",
+    )
     p.add_argument(
         "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with MNIST and CIFAR-10"
     )
@@ -134,7 +151,10 @@ def measurements(args):
                 (f"{one.get(recipe, torchrun)} {folder}/{recipe} {few}{small}{more}"),
                 60,
             )
-        for flag in ("--channels-last", "--compile", "--channels-last --compile"):
+        flags = ["--channels-last", "--compile", "--channels-last --compile"]
+        if not cpu:
+            flags += ["--cuda-graph", "--cuda-graph --compile", "--deterministic"]
+        for flag in flags:
             yield 2, f"{folder} {flag}", f"python {folder}/single.py {few}{small} {flag}", 180
         yield (
             2,
@@ -185,15 +205,20 @@ def measurements(args):
             )
     epochs = 1 if cpu else 32
     for folder, files in (("mnist", digits.FILES), ("cifar10", ["cifar-10-batches-py"])):
-        yield (
-            6,
-            f"{folder}, ConvNet, {epochs} epochs (published: {PUBLISHED[folder]})",
-            (f"python {data(folder, files)} --epochs {epochs} --model convnet"),
-            240,
-        )
+        for flag in ("", " --cuda-graph") if not cpu else ("",):
+            yield (
+                6,
+                f"{folder}, ConvNet, {epochs} epochs{flag} (published: {PUBLISHED[folder]})",
+                (f"python {data(folder, files)} --epochs {epochs} --model convnet{flag}"),
+                240,
+            )
+    resnet18 = f"{torchrun} {data('cifar10', ['cifar-10-batches-py'])} --epochs 3 --channels-last"
+    for flag in ("", " --cuda-graph", " --cuda-graph --compile") if not cpu else ():
+        command = resnet18.replace("single.py", "ddp_amp.py") + flag
+        yield 6, f"cifar10, ResNet-18, bf16, channels-last{flag}", command, 120
     flags = (
         "imagenet/single.py --epochs 1 "
-        f"{'--synthetic 96 -b 8 -a convnet' if cpu else '--synthetic 20000 -b 256'}"
+        f"{'--synthetic 200 -b 8 -a convnet' if cpu else '--synthetic 20000 -b 256'}"
     )
     amp = f"{torchrun} {PROBE} {flags.replace('single', 'ddp_amp')}"
     for name, command in {
@@ -204,7 +229,10 @@ def measurements(args):
         "bf16": amp,
         "bf16, channels-last": f"{amp} --channels-last",
         "bf16, channels-last, compile": f"{amp} --channels-last --compile",
+        "bf16, channels-last, compile, CUDA graph": f"{amp} --channels-last --compile --cuda-graph",
     }.items():
+        if cpu and "CUDA graph" in name:
+            continue
         yield 7, name, command, 180
     tree, count = args.out / "tree", 100 if cpu else 8000
     yield 8, "write JPEG files", f"python benchmarks/jpeg_tree.py {tree} --images {count}", 120
@@ -241,22 +269,23 @@ def measurements(args):
             f"cifar10/hvd.py{more}",
             (
                 f"horovodrun -np 1 python {PROBE} cifar10/hvd.py --epochs 1{more} "
-                f"{'--synthetic 96 -b 8 -a convnet' if cpu else '--synthetic 12800'}"
+                f"{'--synthetic 200 -b 8 -a convnet' if cpu else '--synthetic 12800'}"
             ),
             120,
         )
     # Not all of tests/, as others need packages that no GPU needs.
     yield 12, "tests for one GPU", "python -m pytest -q -m gpu tests/recipes", 180
     for folder in folders[-2:]:
-        yield (
-            13,
-            f"{folder}/ddp_amp.py",
-            (
-                f"{torchrun} {folder}/ddp_amp.py --profile --epochs 1 "
-                f"{'-b 8 -a convnet --synthetic 160' if cpu else '--synthetic 12800'}"
-            ),
-            120,
-        )
+        for flag in ("", " --cuda-graph") if not cpu else ("",):
+            yield (
+                13,
+                f"{folder}/ddp_amp.py{flag}",
+                (
+                    f"{torchrun} {folder}/ddp_amp.py --profile --epochs 1{flag} "
+                    f"{'-b 8 -a convnet --synthetic 160' if cpu else '--synthetic 12800'}"
+                ),
+                120,
+            )
 
 
 def run(args, name, command, limit, folder):
@@ -324,7 +353,7 @@ def cell(result, flops, peak):
             f"{sum(epoch['train']['seconds'] for epoch in epochs):.1f} s of training",
         ]
     if "steps_per_sec" in result:
-        waits = sum(result["waits"].values()) / max(1, result["steps"] - 10)
+        waits = sum(result["waits"].values()) / max(1, result["steps"] - 20)
         parts.append(f"{result['steps_per_sec']:.1f} steps/s")
         if result["peak_memory"]:  # on a GPU
             parts += [f"{waits:.2f} waits per step", f"{result['peak_memory']:.1f} GiB"]
@@ -381,20 +410,34 @@ def main():
         result["measured"] = json.loads(path.read_text())["measured"]
     for what in missing(args):
         print(f"missing: {what}", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    for step, name, command, limit in measurements(args):
-        done = result["measured"].setdefault(str(step), {})
-        if step not in args.steps or name in done:
-            continue
-        args.out.mkdir(parents=True, exist_ok=True)
+
+    def measured(step, name, command, limit):
         with tempfile.TemporaryDirectory() as folder:
-            done[name] = run(args, name, command, limit, folder)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "gpu.md").write_text(markdown(result) + "\n")
-        print(
-            f"{time.perf_counter() - began:5.0f} s | {step} {name}: {cell(done[name], None, None)}",
-            flush=True,
-        )
+            return step, name, run(args, name, command, limit, folder)
+
+    wanted = [each for each in measurements(args) if each[0] in args.steps]
+    new = [each for each in wanted if each[1] not in result["measured"].get(str(each[0]), {})]
+    new.sort(key=lambda each: ORDER.index(each[0]))
+    for step, these in itertools.groupby(new, key=lambda each: each[0]):
+        several = step in UNTIMED and args.device != "cpu"
+        with ThreadPoolExecutor(AT_ONCE if several else 1) as pool:
+            futures = []
+            for each in these:
+                futures.append(pool.submit(measured, *each))
+            for future in futures:
+                # Those that have begun go on to their end.
+                if time.perf_counter() - began > 60 * args.minutes:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                if future.cancelled():
+                    continue
+                step, name, one = future.result()
+                result["measured"].setdefault(str(step), {})[name] = one
+                path.write_text(json.dumps(result, indent=1) + "\n")
+                (args.out / "gpu.md").write_text(markdown(result) + "\n")
+                seconds = time.perf_counter() - began
+                print(f"{seconds:5.0f} s | {step} {name}: {cell(one, None, None)}", flush=True)
     print(f"results in {args.out / 'gpu.md'}")
 
 

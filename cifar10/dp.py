@@ -201,6 +201,7 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
+    step = make_step(model, optimizer, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -224,7 +225,6 @@ def main():
         unit="images",
         lines=lines,
     )
-    step = make_step(model, optimizer, sums)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device)

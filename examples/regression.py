@@ -361,6 +361,9 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "absolute", "rows")
+    # The figures are in the unit of the target.
+    unit = train.dataset.metadata["std"][-1]
+    step = make_step(model, optimizer, sums, unit)
     best = Best(lowest=True)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -388,9 +391,6 @@ def main():
         # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
         all_reduce=dist.all_reduce,
     )
-    # The figures are in the unit of the target.
-    unit = train.dataset.metadata["std"][-1]
-    step = make_step(model, optimizer, sums, unit)
     if args.cuda_graph:
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:

@@ -296,6 +296,7 @@ def main(local_rank, args):
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "correct5", "images")
+    step = make_step(args, model, optimizer, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -336,7 +337,6 @@ def main(local_rank, args):
         result = evaluate(args, model.module, val, device, run.watchdog)
         run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return
-    step = make_step(args, model, optimizer, sums)
     if args.cuda_graph:
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:

@@ -239,6 +239,7 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "correct5", "images")
+    step = make_step(args, model, optimizer, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -274,7 +275,6 @@ def main():
         result = evaluate(args, model, val, device, run.watchdog)
         run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return
-    step = make_step(args, model, optimizer, sums)
     while not position.over:
         model.train()
         train_result = train_to_evaluation(args, run, train, step, sums, rates, device)

@@ -223,6 +223,7 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "correct5", "images")
+    step = make_step(args, model, optimizer, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -256,7 +257,6 @@ def main():
         result = evaluate(args, model, val, device, run.watchdog)
         run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
         return
-    step = make_step(args, model, optimizer, sums)
     if args.cuda_graph:
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:

@@ -249,6 +249,7 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
+    step = make_step(args, model, optimizer, scaler, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -282,7 +283,6 @@ def main():
         # amp: a recipe without a scaler may have saved.
         optional=("scaler",),
     )
-    step = make_step(args, model, optimizer, scaler, sums)
     if args.cuda_graph:
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:

@@ -231,6 +231,7 @@ def main():
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
+    step = make_step(model, optimizer, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -258,7 +259,6 @@ def main():
         # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
         all_reduce=dist.all_reduce,
     )
-    step = make_step(model, optimizer, sums)
     if args.cuda_graph:
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:

@@ -358,22 +358,15 @@ def test_a_script_of_others(tmp_path, monkeypatch, capsys):
 
 def test_memory(tmp_path):
     """A save and a resume take nothing beside the state; what torch.load reads stays."""
-    cases = [
-        "a run that begins",
-        "a run that saves",
-        "a run that resumes",
-        "torch.save",
-        "torch.load",
-    ]
+    cases = ["a run that saves", "a run that resumes", "torch.save", "torch.load"]
     only = " ".join(map(shlex.quote, cases))
     run(f"python {ROOT}/benchmarks/memory.py --layers 1 --ranks 1 --out . --only {only}", tmp_path)
     measured = json.loads((tmp_path / "memory.json").read_text())["cases"]
     most = {each["case"]: max(memory for memory, _ in each["of ranks"]) for each in measured}
-    begins = most["a run that begins"]
-    assert 1.4 < begins < 1.7
-    assert most["a run that saves"] < begins + 0.1
-    assert most["a run that resumes"] < begins + 0.1
-    assert most["torch.load"] > begins + 0.3
+    # Weights, gradients and momentum are 1.5 of the state.
+    assert 1.4 < most["a run that saves"] < 1.7
+    assert 1.4 < most["a run that resumes"] < 1.7
+    assert most["torch.load"] > 1.8
 
 
 def test_lightning_and_accelerate(tmp_path, monkeypatch):

@@ -12,8 +12,6 @@ DATASETS = sorted({path.parent for path in ROOT.glob("*/single.py")} - {MINIMAL}
 # A recipe has its name in every folder; the other modules of a folder are what its recipes import.
 NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folder in DATASETS))
 RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
-# What a copied recipe takes along, beside the modules of its own folder.
-SHARED = ("common", "images")
 # Real data sets, where CI has them.
 SHARED_DATA = ROOT.parent / "shared" / "data"
 # The line after a step in each recipe and example. What a test puts before it is indented by 8
@@ -54,37 +52,10 @@ def beside(recipe):
     return [path for path in recipe.parent.glob("*.py") if path not in RECIPES]
 
 
-def carried(recipe):
-    """The files of this repository that a copied recipe needs: its imports, directly or not.
-
-    test_copy_out.py runs recipes with these and no others.
-    """
-    found = set()
-    new = {recipe}
-    while new:
-        found |= new
-        names = {name for path in new for name in imports(path, ast.iter_child_nodes)}
-        new = {path for name in names for path in files_of(name, recipe)} - found
-    return found
-
-
-def files_of(name, recipe):
-    """The files of a dotted name that a recipe, or what it needs, imports; also __init__.py."""
-    first, *_ = name.split(".")
-    paths = [recipe.parent / f"{first}.py"]
-    if first in SHARED:
-        path = ROOT
-        paths = []
-        for part in name.split("."):
-            path /= part
-            paths += [path / "__init__.py", path.with_suffix(".py")]
-    return [path for path in paths if path.exists() and path not in RECIPES]
-
-
 def changed_copy(to, recipe, line, replacement):
     """Copy a data set's recipes and common/ to the folder `to`; replace one line of `recipe`."""
     dataset, name = recipe.split("/")
-    for folder in (*SHARED, dataset):
+    for folder in ("common", "images", dataset):
         shutil.copytree(ROOT / folder, to / folder)
     path = to / dataset / name
     text = path.read_text()
@@ -114,7 +85,7 @@ def in_float64(to, dataset, recipe=None, line=None, replacement=None):
 
     `recipe` with a line replaced.
     """
-    for folder in (*SHARED, dataset):
+    for folder in ("common", "images", dataset):
         shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (to / dataset).glob("*.py"):
         text = path.read_text()

@@ -1,11 +1,11 @@
 """A recipe that is copied into another project, with what it imports, runs there."""
 
-import shutil
-
 import pytest
 from forked import compute
 from launch import Job, need_horovod
-from recipes import RECIPES, ROOT, SHARED, carried, name_of, small
+from recipes import RECIPES, ROOT, name_of, small
+
+from scripts import take
 
 TORCHRUN = "torchrun --standalone --nproc-per-node=2 {}"
 STARTS = {
@@ -25,19 +25,6 @@ def room(path):
     return path.relative_to(ROOT).parts[0]
 
 
-def copy_to(project, recipe, copy):
-    """Copy a recipe to the path `copy`, and what it needs beside it or into `project`."""
-    for path in carried(recipe):
-        if path == recipe:
-            to = copy
-        elif room(path) in SHARED:
-            to = project / path.relative_to(ROOT)
-        else:
-            to = copy.parent / path.name
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, to)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_copy_out(recipe, tmp_path):
     """MNIST's flat, as train.py beside common/; the others nested, in a folder beside common/."""
@@ -46,9 +33,14 @@ def test_copy_out(recipe, tmp_path):
     project = tmp_path / "project"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    flat = recipe.parent.name == "mnist"
-    copy = project / "train.py" if flat else project / "training" / recipe.name
-    copy_to(project, recipe, copy)
+    if recipe.parent.name == "mnist":
+        copy = project / "train.py"
+        take.take(recipe, project, copy.name)
+    else:
+        copy = project / "training" / recipe.name
+        take.take(recipe, copy.parent, copy.name)
+        for name in take.PACKAGES:
+            (copy.parent / name).rename(project / name)
     flags = f"{small(recipe.parent.name)} --synthetic 512 --dry-run"
     command = f"{STARTS[recipe.name].format(copy)} {flags}"
     if recipe.name == "apex_amp.py":
@@ -63,7 +55,7 @@ def test_copy_out(recipe, tmp_path):
 @pytest.mark.parametrize("name", ["language_model", "regression"])
 def test_an_example_needs_only_common(name, tmp_path):
     recipe = ROOT / "examples" / f"{name}.py"
-    assert {room(path) for path in carried(recipe)} == {"examples", "common"}
-    copy_to(tmp_path, recipe, tmp_path / "train.py")
+    assert {room(path) for path in take.needed(recipe)} == {"examples", "common"}
+    take.take(recipe, tmp_path, "train.py")
     output = compute(f"{TORCHRUN.format('train.py')} --device cpu --dry-run", cwd=tmp_path)
     assert output.startswith(f"{name}: DDP, torchrun | world size 2")

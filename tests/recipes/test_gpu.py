@@ -3,12 +3,13 @@
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 from forked import compute, refused
-from launch import checkpoint, evaluations, largest_difference, need_horovod, run
+from launch import Job, checkpoint, evaluations, largest_difference, need_horovod, run
 from recipes import DATASETS, RECIPES, ROOT, STEP, changed_copy, name_of, small
 
 START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
@@ -427,5 +428,38 @@ def test_a_real_gpu(name, on_the_cpu, tmp_path):
         CUDA_VISIBLE_DEVICES="0",
         NVIDIA_TF32_OVERRIDE="0",
     )
+    of_gpu, of_cpu = checkpoint(tmp_path / "log"), checkpoint(on_the_cpu("mnist"))
+    assert largest_difference(of_gpu["model"], of_cpu["model"]) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mnist/single.py", "mnist/ddp_launch.py", "cifar10/ddp_amp.py"])
+def test_cuda_graph_on_a_real_gpu(name, tmp_path):
+    """With --deterministic: the same bits with and without it, and after a kill."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    die = "        if position.steps == 17 and args.resume:\n            os.kill(os.getpid(), 9)\n"
+    die = die.replace("os.", "__import__('os').")
+    copy = changed_copy(tmp_path, name, STEP, STEP + die)
+    one = "python" if name.endswith("single.py") else "torchrun --standalone --nproc-per-node=1"
+    flags = f"{CUDA_GRAPH} --model convnet -b 32 --deterministic"
+    start = f"{one} {copy}/{Path(name).name} {flags}"
+    run(start.replace("--log-dir log", "--log-dir whole"), tmp_path)
+    Job(f"{start} --cuda-graph --resume auto", tmp_path).finish()
+    assert checkpoint(tmp_path / "log")["position"]["steps"] == 16
+    run(f"{one} {ROOT}/{name} {flags} --cuda-graph --resume auto", tmp_path)
+    ours, whole = checkpoint(tmp_path / "log")["model"], checkpoint(tmp_path / "whole")["model"]
+    assert largest_difference(ours, whole) == 0
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_real_gpu(on_the_cpu, tmp_path):
+    """Over Gloo, as NCCL refuses two processes on one GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    nccl = 'backend = "gloo" if device.type == "cpu" else None'
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", nccl, 'backend = "gloo"')
+    command = f"{TWO} {copy}/ddp_launch.py {TRAINING} -b 16 --lr 0.02 --log-dir log"
+    run(command, tmp_path, CUDA_VISIBLE_DEVICES="0", NVIDIA_TF32_OVERRIDE="0")
     of_gpu, of_cpu = checkpoint(tmp_path / "log"), checkpoint(on_the_cpu("mnist"))
     assert largest_difference(of_gpu["model"], of_cpu["model"]) < 1e-3

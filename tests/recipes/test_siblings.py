@@ -4,9 +4,10 @@ import ast
 import re
 
 import pytest
-from recipes import DATASETS, NAMES, RECIPES, ROOT, beside, carried, commands, imports, name_of
+from recipes import DATASETS, NAMES, RECIPES, ROOT, beside, commands, imports, name_of
 
 from docs.changes import MARK, PAIRS, body, changed_lines, changes, comment_above, is_comment
+from scripts import take
 
 pytestmark = pytest.mark.check
 
@@ -23,15 +24,16 @@ SECTIONS = [
 ]
 # What only one strategy or data set has.
 MORE_SECTIONS = {"add_to", "all_reduce", "averaged", "check_horovod", "connect", "start"}
-# The most lines of code in which a recipe may differ from the one it is read beside.
+# The most lines of code in which a recipe may differ from the one it is read beside. Five of dp.py,
+# hvd.py, fsdp.py and apex_amp.py are --cuda-graph, which they lack.
 BUDGETS = {
-    "dp.py": 15,
+    "dp.py": 20,
     "ddp_spawn.py": 75,
     "ddp_launch.py": 60,
     "hvd.py": 80,
-    "fsdp.py": 40,
+    "fsdp.py": 45,
     "ddp_amp.py": 25,
-    "apex_amp.py": 20,
+    "apex_amp.py": 25,
 }
 # Lines that only name the strategy, or hand on what was explained where it was made.
 NEEDS_NO_REASON = (
@@ -137,7 +139,7 @@ IN_IMAGENET = {
     "ddp_launch.py": (4, 17),
     "ddp_spawn.py": (4, 18),
     "dp.py": (2, 4),
-    "fsdp.py": (3, 14),
+    "fsdp.py": (3, 13),
     "hvd.py": (4, 14),
 }
 
@@ -191,7 +193,7 @@ def test_no_file_shadows_a_package():
 
 def test_a_recipe_carries_only_what_it_needs():
     for recipe in RECIPES:
-        paths = carried(recipe)
+        paths = take.needed(recipe)
         assert (ROOT / "common" / "fsdp.py" in paths) == (recipe.name == "fsdp.py")
         assert (ROOT / "common/process/spawn.py" in paths) == (recipe.name == "ddp_spawn.py")
 

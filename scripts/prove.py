@@ -1,0 +1,293 @@
+"""Prove that a script resumes exactly, and trains the same on one process and on several.
+
+    python scripts/prove.py torchrun --nproc-per-node=2 train.py --synthetic
+    python scripts/prove.py horovodrun -np 2 python train.py --synthetic
+
+The script is one that was made from a recipe or an example. It is run for a few steps at a time:
+twice undisturbed; with SIGKILL to all ranks, and with SIGTERM to one, each resumed; and with the
+same global batch on all processes and on one. After each step the ranks are compared. The table
+says what is the same, bit by bit or to rounding, and what is not: the step, the tensor and the rank
+where it begins. docs/your-own.md says what that usually means. It ends with status 1 if something
+is wrong.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+import torch
+
+from common import checkpoint, flags, schedule
+from common.errors import InputError, RunError
+
+# A checkpoint comes every four steps, and the signals between two of them.
+CHECKPOINT_EVERY = 4
+SIGNAL_AFTER = 6
+# Of the first update, relative to its norm: how far one process and several may be apart.
+ROUNDING = 1e-3
+ROUNDING_IN_16_BITS = 0.1
+# BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
+OF_A_RANK = re.compile(r"running_(mean|var)$")
+MEANINGS = {
+    "two runs": "something draws random numbers that the seed of the step does not set, or the "
+    "order of its sums changes",
+    "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
+    "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
+    "replicas": "the ranks hold different states, of which a checkpoint keeps that of rank 0",
+    "one process": "a loss is divided by the samples of its rank instead of those of all, or the "
+    "ranks do not share the data as one process sees it",
+    "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
+}
+
+
+class Proof:
+    """The runs of a command, and the rows of the table."""
+
+    def __init__(self, command: list[str], steps: int, folder: Path):
+        self.command = command
+        self.steps = steps
+        self.folder = folder
+        self.wrong = []
+
+    def run(self, name: str, command=None, more=(), **environment) -> Path:
+        """Run it up to its last step, or to its signal; return the folder of what it recorded."""
+        recorded = self.folder / name
+        recorded.mkdir(exist_ok=True)
+        words = [
+            *(command or self.command),
+            *("--max-steps", str(self.steps)),
+            *("--checkpoint-every", str(CHECKPOINT_EVERY)),
+            *("--log-dir", str(recorded / "log")),
+            *("--resume", "auto"),
+            *("--log-interval", "1"),
+            *more,
+        ]
+        start = str(ROOT / "scripts" / "prove_start")
+        path = os.pathsep.join(filter(None, [start, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "PROVE": str(recorded), **environment}
+        with open(recorded / "output", "a") as output:
+            done = subprocess.run(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        expected_to_fail = "PROVE_KILL" in environment
+        if done.returncode != 0 and not expected_to_fail:
+            raise RunError(
+                f"{shlex.join(words)} ended with status {done.returncode}: {last_line(recorded)}"
+            )
+        if not list(recorded.glob("rank-*.jsonl")):
+            raise InputError(f"no step was seen: {last_line(recorded)}")
+        return recorded
+
+    def row(self, check: str, result: str, wrong: str = "") -> None:
+        """Print a row; `wrong` is the key of what it usually means."""
+        print(f"| {check} | {result} |", flush=True)
+        if wrong:
+            self.wrong.append(f"{check}: {MEANINGS[wrong]}")
+
+    def compare(self, check: str, whole: Path, other: Path, wrong: str) -> None:
+        """Bit by bit: the first step, rank and tensor that differ."""
+        difference = first_difference(trace(whole), trace(other))
+        if not difference:
+            self.row(check, "same bits")
+            return
+        apart = distance(weights(whole), weights(other))
+        # More than two ranks add up in another order after a start.
+        if ranks_of(whole) > 2 and apart < ROUNDING:
+            self.row(check, f"same to rounding: {apart:.0e} apart at the end")
+        else:
+            self.row(check, f"**differs** from {difference}; {apart:.0e} apart at the end", wrong)
+
+
+def last_line(recorded: Path) -> str:
+    lines = (recorded / "output").read_text(errors="replace").splitlines()
+    return lines[-1] if lines else "it printed nothing"
+
+
+def trace(recorded: Path) -> dict:
+    """{step: {rank: {name: checksum}}} of a run; a resumed one repeats some steps."""
+    found = {}
+    for path in sorted(recorded.glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for line in lines_of(path):
+            found.setdefault(line["step"], {})[rank] = line["checksums"]
+    return found
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def ranks_of(recorded: Path) -> int:
+    return lines_of(recorded / "rank-0.jsonl")[0]["ranks"]
+
+
+def first_difference(whole: dict, other: dict) -> str:
+    """Where two runs begin to differ, in words; empty if they are the same."""
+    for step in sorted(whole):
+        for rank, checksums in sorted(whole[step].items()):
+            others = other.get(step, {}).get(rank)
+            if others is None:
+                return f"step {step}: rank {rank} did not come to it"
+            for name, value in checksums.items():
+                # Those of other ranks than 0 begin anew after a resume.
+                if rank > 0 and OF_A_RANK.search(name):
+                    continue
+                if others.get(name) != value:
+                    return f"step {step}: {name} of rank {rank}"
+    return ""
+
+
+def difference_of_ranks(recorded: Path) -> str:
+    """Where the ranks of a run begin to differ, in words."""
+    for step, ranks in sorted(trace(recorded).items()):
+        for rank in sorted(ranks):
+            for name, value in ranks[0].items():
+                same = ranks[rank].get(name, value) == value
+                if not same and not OF_A_RANK.search(name):
+                    return f"step {step}: {name} of rank {rank} is not that of rank 0"
+    return ""
+
+
+def weights(recorded: Path) -> dict:
+    saved, _ = checkpoint.read(recorded / "log" / "last.pt")
+    return saved["model"]
+
+
+def distance(ours: dict, theirs: dict, start: dict | None = None) -> float:
+    """The difference of two sets of weights, relative to their change since `start`, or to 0."""
+    apart = 0.0
+    whole = 0.0
+    for name, value in ours.items():
+        if not value.is_floating_point() or OF_A_RANK.search(name):
+            continue
+        value, other = value.double(), theirs[name].double()
+        change = value if start is None else value - start[name].double()
+        apart += (value - other).square().sum().item()
+        whole += change.square().sum().item()
+    return (apart / whole) ** 0.5 if whole else apart
+
+
+def on_one_process(command: list[str]) -> list[str] | None:
+    """The same command for one process, or None if it does not say how many there are."""
+    text = shlex.join(command)
+    number = r"(--nproc[-_]per[-_]node[= ]|--nproc[= ]|-np |-n |-g |--gpus[= ])\d+"
+    changed, times = re.subn(number, r"\g<1>1", text)
+    return shlex.split(changed) if times else None
+
+
+def same_training(config: dict, processes: int) -> list[str]:
+    """The flags that give one process the global batch and the rate of `processes`."""
+    batch = config.get("global_batch_size")
+    if batch is None:
+        batch = config["batch_size"] * config.get("accumulate", 1) * processes
+    factor = schedule.lr_factor(
+        config.get("scale_lr", "none"), processes, config.get("global_batch_size")
+    )
+    return ["--global-batch-size", str(batch), "--lr", repr(config["lr"] * factor)]
+
+
+def prove(proof: Proof) -> None:
+    print("| check | result |\n| --- | --- |", flush=True)
+    whole = proof.run("whole")
+    again = proof.run("again")
+    proof.compare("two runs", whole, again, "two runs")
+
+    killed = proof.run("killed", PROVE_KILL=str(SIGNAL_AFTER))
+    proof.run("killed")
+    proof.compare(f"SIGKILL after step {SIGNAL_AFTER}, resumed", whole, killed, "SIGKILL")
+
+    told = proof.run("told", PROVE_TERM=str(SIGNAL_AFTER - 1))
+    proof.run("told")
+    proof.compare(f"SIGTERM after step {SIGNAL_AFTER - 1}, resumed", whole, told, "SIGTERM")
+
+    lines = lines_of(whole / "rank-0.jsonl")
+    outside = next((line["outside"] for line in lines if "outside" in line), [])
+    if outside:
+        proof.row("changes, and is in no checkpoint", f"**{', '.join(outside)}**", "outside")
+    else:
+        proof.row("changes, and is in no checkpoint", "nothing")
+
+    ranks = ranks_of(whole)
+    if ranks == 1:
+        proof.row("ranks, and one process", "start it on two processes for these")
+        return
+    if difference := difference_of_ranks(whole):
+        proof.row(f"the {ranks} ranks hold the same", f"**no** from {difference}", "replicas")
+    else:
+        proof.row(f"the {ranks} ranks hold the same", "yes")
+    compare_with_one(proof, whole, ranks, lines[0]["layers"])
+
+
+def compare_with_one(proof: Proof, whole: Path, ranks: int, layers: list[str]) -> None:
+    """Train with the same global batch on one process."""
+    check = f"one process in place of {ranks}"
+    command = on_one_process(proof.command)
+    if command is None:
+        proof.row(check, "not tried: the command names no number of processes")
+        return
+    saved, _ = checkpoint.read(whole / "log" / "last.pt")
+    # Both with the same flags, as the rate of one process is where a warm-up begins.
+    flags_of_both = same_training(saved["config"], ranks)
+    several = proof.run("several", more=flags_of_both)
+    one = proof.run("one", command, flags_of_both)
+    start, after = (torch.load(several / name) for name in ("before.pt", "after.pt"))
+    first = distance(after, torch.load(one / "after.pt"), start)
+    last = distance(weights(several), weights(one), start)
+    growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
+    short = "amp_dtype" in saved["config"] or saved["config"].get("fp16_allreduce")
+    if first < (ROUNDING_IN_16_BITS if short else ROUNDING):
+        proof.row(check, f"same to rounding: {growth}")
+    elif layers:
+        why = " and ".join(layers)
+        proof.row(check, f"other by {growth}: the model has {why}, which each rank has of its own")
+    else:
+        proof.row(check, f"**differs** by {growth}", "one process")
+
+
+def main():
+    parser = flags.Parser(__doc__)
+    parser.add_argument("--steps", type=flags.positive_int, default=12, help="of each run")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep outputs and checkpoints")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="as you start the script")
+    args = parser.parse_args()
+    if not args.command:
+        raise InputError("give the command that starts the script, such as: python train.py")
+    if args.steps <= SIGNAL_AFTER + 1:
+        raise InputError(f"--steps {args.steps}: give more than {SIGNAL_AFTER + 1}")
+    command = args.command
+    on_gpu = torch.cuda.is_available() and "--device cpu" not in shlex.join(command)
+    if on_gpu:
+        command.append("--deterministic")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise InputError(f"--keep {folder}: give a new folder")
+        proof = Proof(command, args.steps, folder)
+        prove(proof)
+    print(f"\n{time.monotonic() - began:.0f} s")
+    for each in proof.wrong:
+        print(f"{each} (docs/your-own.md#prove-it)")
+    return 1 if proof.wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (InputError, RunError) as error:
+        print(f"prove.py: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

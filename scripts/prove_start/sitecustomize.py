@@ -1,0 +1,227 @@
+"""Python imports this first in every process of a run that scripts/prove.py starts.
+
+It waits until the script imports common/run.py, and then writes down after each step what this
+rank has: a checksum of each tensor of `state`, to PROVE/rank-N.jsonl. It keeps the weights of rank
+0 before and after the first step, too, and looks for objects that change and are not in `state`.
+And it sends the signal that the proof is about.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+
+
+class AfterCommonRun:
+    """An import hook: patches common.run.Run when the script imports it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "common.run":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_patch(module):
+            load(module)
+            watch(module.Run)
+
+        spec.loader.exec_module = load_and_patch
+        return spec
+
+
+def watch(run_class):
+    """Let `run_class` tell a Recorder of each step."""
+    batches, save = run_class.batches, run_class.save
+
+    def recorded_batches(run, loader):
+        if not hasattr(run, "recorder"):
+            run.recorder = Recorder(run)
+        for batch in batches(run, loader):
+            yield batch
+            run.recorder.look()
+
+    def recorded_save(run, *args, **kwargs):
+        # The loop ends within its last step if the run is told to stop.
+        if hasattr(run, "recorder"):
+            run.recorder.look()
+        save(run, *args, **kwargs)
+
+    run_class.batches, run_class.save = recorded_batches, recorded_save
+
+
+class Recorder:
+    def __init__(self, run):
+        import torch
+
+        self.run = run
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed:
+            self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        elif "horovod.torch" in sys.modules:
+            import horovod.torch as hvd
+
+            self.rank, self.ranks = hvd.rank(), hvd.size()
+        else:
+            self.rank, self.ranks = 0, 1
+        self.folder = os.environ["PROVE"]
+        self.steps = run.position.steps
+        self.first = self.steps + 1
+        self.keep_weights("before.pt")
+        self.outside = None
+
+    def look(self):
+        """Write down what there is after a step, of which the batch may be a part."""
+        steps = self.run.position.steps
+        if steps == self.steps:
+            return
+        self.steps = steps
+        line = {"step": steps, "ranks": self.ranks, "checksums": self.checksums()}
+        if steps == self.first:
+            self.keep_weights("after.pt")
+            line["layers"] = self.layers()
+            self.outside = self.objects_outside()
+        elif steps == self.first + 3:
+            line["outside"] = self.changed()
+        with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
+            print(json.dumps(line), file=file, flush=True)
+        if os.environ.get("PROVE_KILL") == str(steps):
+            os.kill(os.getpid(), signal.SIGKILL)
+        # The last rank, as rank 0 is the one that saves.
+        if os.environ.get("PROVE_TERM") == str(steps) and self.rank == self.ranks - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state(self):
+        return {name: part.state_dict() for name, part in self.run.state.items()}
+
+    def checksums(self):
+        """{name: checksum} of all tensors and numbers of the state. Sums are added up later."""
+        parts = {name: part for name, part in self.state().items() if name != "sums"}
+        return {name: checksum(value) for name, value in leaves(parts)}
+
+    def keep_weights(self, name):
+        """Write the weights of rank 0 to a file, for the first step of a run."""
+        import torch
+
+        weights = self.run.state["model"].state_dict()
+        path = f"{self.folder}/{name}"
+        if self.rank == 0 and not os.path.exists(path):
+            torch.save({key: value.cpu() for key, value in weights.items()}, path)
+
+    def layers(self):
+        """What makes the training of several processes another one than that of one."""
+        from torch import nn
+
+        found = set()
+        for module in self.run.state["model"].modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                if not isinstance(module, nn.SyncBatchNorm):
+                    found.add("BatchNorm")
+            elif getattr(module, "dropout", 0.0) or (
+                isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            ):
+                found.add("dropout")
+        return sorted(found)
+
+    def objects_outside(self):
+        """{id: (name, object, checksum)} of what may be a part of training, and is not saved."""
+        import gc
+
+        import numpy
+        import torch
+        from torch import nn
+
+        kinds = (
+            nn.Module,
+            torch.optim.Optimizer,
+            torch.optim.lr_scheduler.LRScheduler,
+            torch.Generator,
+            numpy.random.Generator,
+        )
+        named = {}
+        frame = sys._getframe()
+        while frame:
+            named |= {id(value): name for name, value in frame.f_locals.items() if name != "self"}
+            frame = frame.f_back
+        saved = set(map(id, self.run.state.values()))
+        tensors = {value.data_ptr() for _, value in leaves(self.state()) if is_tensor(value)}
+        parts_of_others = set()
+        candidates = {}
+        for each in [*gc.get_objects(), *locals_of_callers()]:
+            # Not isinstance: it asks proxies, which may raise anything.
+            if not issubclass(type(each), kinds) or id(each) in saved:
+                continue
+            if isinstance(each, nn.Module):
+                parts_of_others |= {id(part) for part in each.modules() if part is not each}
+                own = [*each.parameters(), *each.buffers()]
+                if not own or {tensor.data_ptr() for tensor in own} <= tensors:
+                    continue
+            candidates[id(each)] = each
+        return {
+            number: (named.get(number, ""), each, checksum_of(each))
+            for number, each in candidates.items()
+            if number not in parts_of_others
+        }
+
+    def changed(self):
+        """The names of those objects that have changed since the first step."""
+        return [
+            f"{type(each).__name__} {name}".strip()
+            for name, each, before in self.outside.values()
+            if checksum_of(each) != before
+        ]
+
+
+def locals_of_callers():
+    frame = sys._getframe()
+    while frame:
+        yield from frame.f_locals.values()
+        frame = frame.f_back
+
+
+def is_tensor(value):
+    return hasattr(value, "data_ptr")
+
+
+def leaves(value, name=""):
+    """Yield (name, tensor or other value) of nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def checksum(value):
+    import zlib
+
+    if not is_tensor(value):
+        return zlib.crc32(repr(value).encode())
+    if hasattr(value, "to_local"):
+        value = value.to_local()
+    data = value.detach().cpu().contiguous().flatten()
+    import torch
+
+    return zlib.crc32(data.view(torch.uint8).numpy()) if data.numel() else 0
+
+
+def checksum_of(each):
+    """Of an object that is not in the state."""
+    if hasattr(each, "state_dict"):
+        try:
+            state = each.state_dict()
+        except Exception as error:
+            state = str(error)
+    elif hasattr(each, "get_state"):
+        state = each.get_state()
+    else:
+        state = repr(each.bit_generator.state)
+    return [checksum(value) for _, value in leaves(state)]
+
+
+sys.meta_path.insert(0, AfterCommonRun())
