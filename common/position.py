@@ -1,5 +1,8 @@
 """Where a run is. All else that changes in it is a function of the seed and this position."""
 
+import random
+
+import numpy as np
 import torch
 
 from common.data import EpochSampler, seed_of
@@ -136,9 +139,12 @@ def seed_step(
 ) -> None:
     """Seed what this rank draws in its next step, such as dropout, by seed, position and rank.
 
-    It draws on the CPU, and on the current device of the type of `device`, or on all of them.
+    It draws on the CPU from torch, numpy and random, and on the current device of the type of
+    `device`, or on all of them.
     """
     step_seed = seed_of(seed, position.epoch, position.samples, rank)
+    random.seed(step_seed)
+    np.random.seed(step_seed % 2**32)
     torch.default_generator.manual_seed(step_seed)  # 1 us; torch.manual_seed takes 200 us
     if device.type != "cpu":
         module = torch.get_device_module(device)

@@ -198,8 +198,8 @@ def same_training(config: dict, processes: int) -> list[str]:
 
 
 def prove(proof: Proof) -> None:
-    print("| check | result |\n| --- | --- |", flush=True)
     whole = proof.run("whole")
+    print("| check | result |\n| --- | --- |", flush=True)
     again = proof.run("again")
     proof.compare("two runs", whole, again, "two runs")
 

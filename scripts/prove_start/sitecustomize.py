@@ -98,7 +98,8 @@ class Recorder:
     def checksums(self):
         """{name: checksum} of all tensors and numbers of the state. Sums are added up later."""
         parts = {name: part for name, part in self.state().items() if name != "sums"}
-        return {name: checksum(value) for name, value in leaves(parts)}
+        # None is what rank 0 alone has, with FSDP.
+        return {name: checksum(value) for name, value in leaves(parts) if value is not None}
 
     def keep_weights(self, name):
         """Write the weights of rank 0 to a file, for the first step of a run."""
@@ -114,7 +115,9 @@ class Recorder:
         from torch import nn
 
         found = set()
-        for module in self.run.state["model"].modules():
+        model = self.run.state["model"]
+        # FSDP's state has a wrapper that gathers the weights.
+        for module in getattr(model, "model", model).modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 if not isinstance(module, nn.SyncBatchNorm):
                     found.add("BatchNorm")
@@ -144,9 +147,12 @@ class Recorder:
         while frame:
             named |= {id(value): name for name, value in frame.f_locals.items() if name != "self"}
             frame = frame.f_back
-        saved = set(map(id, self.run.state.values()))
+        parts = [*self.run.state.values()]
+        parts += [value for part in parts for value in vars(part).values()]
+        saved = set(map(id, parts))
         tensors = {value.data_ptr() for _, value in leaves(self.state()) if is_tensor(value)}
-        parts_of_others = set()
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        parts_of_others = {id(module) for part in modules for module in part.modules()}
         candidates = {}
         for each in [*gc.get_objects(), *locals_of_callers()]:
             # Not isinstance: it asks proxies, which may raise anything.

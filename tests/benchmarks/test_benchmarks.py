@@ -370,11 +370,11 @@ def test_memory(tmp_path):
 
 
 def test_lightning_and_accelerate(tmp_path, monkeypatch):
-    """Both on two processes."""
+    """One on one process, and one on two."""
     own_environment_as_theirs(tmp_path, "lightning", "accelerate")
     write_mnist(tmp_path / "data", train=640)
     flags = f"--peers {tmp_path} --data-dir {tmp_path}/data --repeats 1 --device cpu"
-    names = ["Lightning, MNIST, two processes", "accelerate, MNIST, two processes"]
+    names = ["Lightning, MNIST, one process", "accelerate, MNIST, two processes"]
     monkeypatch.setattr(
         sys, "argv", ["peers.py", *flags.split(), "--out", str(tmp_path), "--only", *names]
     )

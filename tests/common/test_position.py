@@ -1,5 +1,8 @@
 """The position of a run, and what is a function of it."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -114,7 +117,7 @@ def test_random_state_is_a_function_of_position_and_rank():
         position = Position(EpochSampler(1000, 64), epochs=5)
         position.epoch, position.samples = epoch, samples
         seed_step(0, position, CPU, rank)
-        return torch.rand(1).item()
+        return torch.rand(1).item(), np.random.beta(1, 1), random.random()
 
     places = [
         (epoch, samples, rank)
@@ -123,7 +126,8 @@ def test_random_state_is_a_function_of_position_and_rank():
         for rank in range(2)
     ]
     found = [drawn(*place) for place in places]
-    assert len(set(found)) == len(places)
+    for of_one_library in zip(*found, strict=True):
+        assert len(set(of_one_library)) == len(places)
     assert [drawn(*place) for place in places] == found
 
 

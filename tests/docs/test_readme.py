@@ -69,6 +69,10 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": (
         "it has to be there"
     ),
+    # tests/scripts/test_prove.py has this
+    "python scripts/prove.py torchrun --nproc-per-node=2 ../my_project/train.py": (
+        "it has to be there"
+    ),
     # tests/examples/test_your_own.py has these
     "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
     "git merge-file examples/regression_hvd.py mnist/ddp_launch.py "

@@ -93,6 +93,9 @@ def run_script(arguments, cwd, environment, printed):
     beside_script = str(Path(arguments[0]).resolve().parent)
     sys.path = [beside_script, *(folder for folder in sys.path[1:] if folder not in of_pytest)]
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    if "PROVE" in environment:
+        # As Python does at its start, with the PYTHONPATH of prove.py.
+        runpy.run_path(str(launch.ROOT / "scripts" / "prove_start" / "sitecustomize.py"))
     if "PRETENDED_GPUS" in environment:
         pretended_gpu.run(arguments[0])
     else:

@@ -245,7 +245,7 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
     After the start no step is lost, and --resume auto takes the run up each time.
     """
     flags = (
-        f"--synthetic 6400 --epochs {3 + MOMENTS} --model lenet --device cpu "
+        f"--synthetic 3200 --epochs {3 + MOMENTS} --model lenet --device cpu "
         "--test-batch-size 10 --log-seconds 0 --resume auto"
     )
     command, quick = (

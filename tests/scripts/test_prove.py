@@ -1,0 +1,154 @@
+"""scripts/prove.py: a right script passes, and each wrong one is noticed where it begins."""
+
+import os
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from forked import ForkedJob
+from launch import need_horovod, one_line, run
+from recipes import ROOT, changed_copy
+
+from scripts import prove
+
+FLAGS = "--synthetic 640 -b 8 --model lenet --device cpu"
+TORCHRUN = "torchrun --nproc-per-node=2"
+
+
+@pytest.fixture
+def proved(tmp_path, monkeypatch, capsys):
+    """A function that proves a command, and returns (its status, {check: result}, all it said)."""
+
+    def forked(words, env, stdin, stdout, stderr):
+        variables = {name: value for name, value in env.items() if name.startswith("PROVE")}
+        job = ForkedJob(shlex.join(words), tmp_path, **variables)
+        status = job.finish()
+        stdout.write(job.output())
+        return SimpleNamespace(returncode=status)
+
+    def of(command):
+        monkeypatch.setattr(prove, "subprocess", SimpleNamespace(run=forked, DEVNULL=None))
+        monkeypatch.setattr("sys.argv", ["prove.py", *shlex.split(command)])
+        status = prove.main()
+        said = capsys.readouterr().out
+        return status, dict(re.findall(r"^\| (.+?) \| (.+) \|$", said, re.M)), said
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{TORCHRUN} {{}}/mnist/ddp_launch.py {FLAGS}",
+        f"horovodrun --gloo -np 2 python {{}}/mnist/hvd.py {FLAGS}",
+        f"{TORCHRUN} {{}}/mnist/fsdp.py {FLAGS}",
+        f"{TORCHRUN} {{}}/examples/regression.py --synthetic 1000 -b 16 --device cpu",
+    ],
+)
+def test_a_right_script(command, proved):
+    if command.startswith("horovodrun"):
+        need_horovod("gloo")
+    status, results, said = proved(command.format(ROOT))
+    assert status == 0, said
+    assert results["two runs"] == "same bits"
+    assert results["SIGKILL after step 6, resumed"] == "same bits"
+    assert results["SIGTERM after step 5, resumed"] == "same bits"
+    assert results["changes, and is in no checkpoint"] == "nothing"
+    assert results["the 2 ranks hold the same"] == "yes"
+    assert results["one process in place of 2"].startswith("same to rounding")
+
+
+STEP = "    step = make_step(model, optimizer, sums)\n"
+LOSS = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
+# What is written, and what of it is noticed.
+WRONG = {
+    "a generator without a seed": (
+        LOSS,
+        "        noise = __import__('numpy').random.default_rng().normal()\n"
+        "        loss = F.cross_entropy(logits * (1 + 0.01 * noise), labels)\n"
+        "        loss.backward()\n",
+        "two runs",
+        r"\*\*differs\*\* from step 1: model.* of rank 0",
+    ),
+    "a second model that is not in the state": (
+        STEP,
+        "    critic = torch.nn.Linear(10, 10)\n"
+        "    slow = torch.optim.SGD(critic.parameters(), 0.1, 0.9)\n"
+        "    def update(module, inputs, logits):\n"
+        "        if logits.requires_grad:\n"
+        "            critic(logits.detach()).square().mean().backward()\n"
+        "            slow.step()\n"
+        "        return logits + 0.1 * critic(logits).detach()\n"
+        "    model.module.register_forward_hook(update)\n" + STEP,
+        "changes, and is in no checkpoint",
+        r"(?=.*Linear critic)(?=.*SGD slow)",
+    ),
+    "a gradient of several steps": (
+        "        optimizer.step()\n",
+        "        step.calls = getattr(step, 'calls', 0) + 1\n"
+        "        optimizer.step()\n"
+        "        kept = [w.grad.clone() for w in model.parameters()] if step.calls % 4 else []\n"
+        "        for weight, grad in zip(model.parameters(), step.kept):\n"
+        "            weight.data -= 0.01 * grad\n"
+        "        step.kept = kept\n",
+        "SIGTERM after step 5, resumed",
+        r"\*\*differs\*\* from step 7: model.* of rank 0",
+    ),
+    "a state of each rank": (
+        '        "position": position,\n',
+        '        "position": position,\n        "mine": Mine(rank),\n',
+        "the 2 ranks hold the same",
+        r"\*\*no\*\* from step 1: mine.value of rank 1 is not that of rank 0",
+    ),
+    "a loss that each rank weighs otherwise": (
+        LOSS,
+        "        loss = F.cross_entropy(logits, labels) * (1.5 - dist.get_rank())\n"
+        "        loss.backward()\n",
+        "one process in place of 2",
+        r"\*\*differs\*\*",
+    ),
+}
+MINE = """
+class Mine:
+    def __init__(self, rank):
+        self.value = rank
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def main():
+"""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_script(name, proved, tmp_path):
+    line, replacement, check, result = WRONG[name]
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, replacement)
+    script = copy / "ddp_launch.py"
+    text = script.read_text().replace("\ndef main():\n", MINE)
+    script.write_text(text.replace("    return step\n", "    step.kept = []\n    return step\n"))
+    status, results, said = proved(f"{TORCHRUN} {script} {FLAGS}")
+    assert status == 1
+    assert re.search(result, results[check]), said
+    assert f"{check}: {prove.MEANINGS[meaning_of(check)]}" in said
+
+
+def meaning_of(check):
+    first = {"the": "replicas", "changes,": "outside", "one": "one process", "two": "two runs"}
+    return first.get(check.split()[0], check.split()[0])
+
+
+def test_real_processes_that_one_command_starts(tmp_path):
+    """A run that no step came of, in one line."""
+    command = f"python {ROOT}/scripts/prove.py python {ROOT}/mnist/single.py --epoch 3"
+    line = one_line(run(command, tmp_path, status=1))
+    assert "ended with status 2" in line and "--epoch 3" in line
+    assert "give the command" in one_line(
+        run(f"python {ROOT}/scripts/prove.py", tmp_path, status=2)
+    )
+    assert not os.listdir(tmp_path)
