@@ -401,6 +401,21 @@ def markdown(result):
     return "\n".join(lines)
 
 
+def results_of(measured, todo, at_once):
+    """Yield measured(*each) for each of `todo`, in their order; so many run at once."""
+    if at_once == 1:
+        yield from itertools.starmap(measured, todo)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(measured, *each) for each in todo]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            # After Ctrl-C, or when the time is over, none begins.
+            pool.shutdown(cancel_futures=True)
+
+
 def main():
     args = parse_args()
     path = args.out / "gpu.json"
@@ -422,22 +437,15 @@ def main():
     new.sort(key=lambda each: ORDER.index(each[0]))
     for step, these in itertools.groupby(new, key=lambda each: each[0]):
         several = step in UNTIMED and args.device != "cpu"
-        with ThreadPoolExecutor(AT_ONCE if several else 1) as pool:
-            futures = []
-            for each in these:
-                futures.append(pool.submit(measured, *each))
-            for future in futures:
-                # Those that have begun go on to their end.
-                if time.perf_counter() - began > 60 * args.minutes:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                if future.cancelled():
-                    continue
-                step, name, one = future.result()
-                result["measured"].setdefault(str(step), {})[name] = one
-                path.write_text(json.dumps(result, indent=1) + "\n")
-                (args.out / "gpu.md").write_text(markdown(result) + "\n")
-                seconds = time.perf_counter() - began
-                print(f"{seconds:5.0f} s | {step} {name}: {cell(one, None, None)}", flush=True)
+        for step, name, one in results_of(measured, these, AT_ONCE if several else 1):
+            result["measured"].setdefault(str(step), {})[name] = one
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            (args.out / "gpu.md").write_text(markdown(result) + "\n")
+            seconds = time.perf_counter() - began
+            print(f"{seconds:5.0f} s | {step} {name}: {cell(one, None, None)}", flush=True)
+            if seconds > 60 * args.minutes:
+                print(f"results in {args.out / 'gpu.md'}: --minutes are over")
+                return
     print(f"results in {args.out / 'gpu.md'}")
 
 

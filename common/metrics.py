@@ -1,6 +1,8 @@
 """Metrics as named sums: added up per batch, summed over all ranks once, divided once."""
 
+import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -80,6 +82,21 @@ class Sums:
         self.reset()
         for name, part in self._split(self.from_checkpoint).items():
             part.copy_(state[name])
+
+
+def in_order(values: torch.Tensor, indices: Iterable[int], length: int, all_reduce) -> torch.Tensor:
+    """Return [length, ...], the rows of all ranks in the order of the data set.
+
+    A metric that is no sum, such as a median, needs them at once.
+    `values` [n, ...] are numbers of this rank, for the samples with the first n of `indices`, such
+    as val.sampler. The ranks may have unequal shares. `all_reduce` adds up a tensor over all of
+    them in place; all make this call, after their last batch. What no rank has is 0.
+    """
+    whole = values.new_zeros(length, *values.shape[1:])
+    own = list(itertools.islice(indices, len(values)))
+    whole[own] = values
+    all_reduce(whole)
+    return whole
 
 
 class Best:

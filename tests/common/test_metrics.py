@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import RunError
-from common.metrics import Best, Sums
+from common.metrics import Best, Sums, in_order
 
 pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
@@ -96,3 +96,13 @@ def test_one_value_that_is_not_finite(name, bad):
     assert good.total()["loss"] == 1
     with pytest.raises(RunError, match=f"the {name} is not finite"):
         good.total(lambda values: values.add_(sent[0]))
+
+
+def test_rows_of_all_ranks_in_order():
+    """Three ranks with unequal shares, one of which has seen a part of its own."""
+    shares = [range(rank, 8, 3) for rank in range(3)]
+    values = [torch.tensor([[index, 10.0 * index] for index in share]) for share in shares]
+    values[1] = values[1][:2]
+    parts = [in_order(v, s, 8, lambda whole: None) for v, s in zip(values, shares, strict=True)]
+    whole = in_order(values[0], shares[0], 8, lambda whole: whole.add_(parts[1]).add_(parts[2]))
+    assert whole.tolist() == [[i, 10.0 * i] if i != 7 else [0, 0] for i in range(8)]

@@ -468,3 +468,24 @@ def test_amp(dtype, tmp_path):
     compute(f"{torchrun(2)} {script} {flags} half --amp-dtype {dtype}", cwd=tmp_path)
     whole, half = (evaluations(tmp_path / name)[-1]["val/rmse"] for name in ("whole", "half"))
     assert half == pytest.approx(whole, rel=0.05)
+
+
+def test_a_metric_that_is_no_sum(tmp_path):
+    """The median over unequal shares of two ranks is that of one process."""
+    for folder in ("common", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script = tmp_path / "examples" / "regression.py"
+    text = script.read_text()
+    first, *others = blocks("### A metric that is no sum", "diff")
+    # The last line of a function is that of training, too.
+    head, evaluate, rest = re.split(r"(?=^def evaluate|^def train_to)", text, flags=re.MULTILINE)
+    for block in others:
+        evaluate = change(evaluate, block)
+    script.write_text(change(head, first) + evaluate + rest)
+    flags = "--device cpu --synthetic 1010 -G 16 --max-steps 20 --log-dir"
+    medians = []
+    for processes in (1, 2):
+        compute(f"{torchrun(processes)} {script} {flags} {processes}", cwd=tmp_path)
+        medians.append(evaluations(tmp_path / str(processes))[-1]["val/median"])
+    assert medians[0] > 0
+    assert medians[1] == pytest.approx(medians[0], rel=1e-4)
