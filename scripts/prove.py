@@ -37,6 +37,7 @@ SIGNAL_AFTER = 6
 # Of the first update, relative to its norm: how far one process and several may be apart.
 ROUNDING = 1e-3
 ROUNDING_IN_16_BITS = 0.1
+FLAGS_OF_16_BITS = ("amp_dtype", "comm_hook", "fp16_allreduce", "opt_level", "param_dtype")
 # BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
 OF_A_RANK = re.compile(r"running_(mean|var)$")
 MEANINGS = {
@@ -188,12 +189,10 @@ def on_one_process(command: list[str]) -> list[str] | None:
 
 def same_training(config: dict, processes: int) -> list[str]:
     """The flags that give one process the global batch and the rate of `processes`."""
-    batch = config.get("global_batch_size")
+    batch = config["global_batch_size"]
     if batch is None:
         batch = config["batch_size"] * config.get("accumulate", 1) * processes
-    factor = schedule.lr_factor(
-        config.get("scale_lr", "none"), processes, config.get("global_batch_size")
-    )
+    factor = schedule.lr_factor(config["scale_lr"], processes, config["global_batch_size"])
     return ["--global-batch-size", str(batch), "--lr", repr(config["lr"] * factor)]
 
 
@@ -237,6 +236,9 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, layers: list[str]) -
         proof.row(check, "not tried: the command names no number of processes")
         return
     saved, _ = checkpoint.read(whole / "log" / "last.pt")
+    if not {"global_batch_size", "scale_lr"} <= saved["config"].keys():
+        proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
+        return
     # Both with the same flags, as the rate of one process is where a warm-up begins.
     flags_of_both = same_training(saved["config"], ranks)
     several = proof.run("several", more=flags_of_both)
@@ -245,7 +247,7 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, layers: list[str]) -
     first = distance(after, torch.load(one / "after.pt"), start)
     last = distance(weights(several), weights(one), start)
     growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
-    short = "amp_dtype" in saved["config"] or saved["config"].get("fp16_allreduce")
+    short = any(saved["config"].get(flag) for flag in FLAGS_OF_16_BITS)
     if first < (ROUNDING_IN_16_BITS if short else ROUNDING):
         proof.row(check, f"same to rounding: {growth}")
     elif layers:
