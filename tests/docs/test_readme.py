@@ -73,6 +73,9 @@ ELSEWHERE = {
     "python scripts/prove.py torchrun --nproc-per-node=2 ../my_project/train.py": (
         "it has to be there"
     ),
+    "python scripts/prove.py torchrun --nproc-per-node=2 examples/regression.py --device cpu": (
+        "minutes"
+    ),
     # tests/examples/test_your_own.py has these
     "cp mnist/hvd.py examples/regression_hvd.py": "it does this",
     "git merge-file examples/regression_hvd.py mnist/ddp_launch.py "
@@ -80,6 +83,7 @@ ELSEWHERE = {
     # tests/benchmarks/test_benchmarks.py has these, in a smaller size
     "make benchmarks": "an hour",
     "make gpu": "it measures a GPU",
+    'make gpu ARGS="--minutes 12"': "it measures a GPU",
     # tests/scripts/test_fastest.py has this, in a smaller size
     "python scripts/fastest.py mnist/single.py": "minutes",
     "python benchmarks/jpeg_loader.py --data-dir /tmp/tree": "minutes",
@@ -205,7 +209,8 @@ class Reader:
         elif (
             not script
             or program in ("cp", "diff")
-            or script in ("scripts/export.py", "scripts/pack.py", "scripts/unshard.py")
+            or script
+            in ("scripts/export.py", "scripts/pack.py", "scripts/take.py", "scripts/unshard.py")
         ):
             self.run(command, status=1 if program == "diff" else 0)  # the files differ
         elif script == "docs/screenshot.py":
@@ -224,7 +229,9 @@ class Reader:
         else:
             to_keep = program == "sbatch" or "--log-dir" in command
             in_imagenet = "imagenet/" in script
-            flags = {"--device": "cpu", "-b": 4 if in_imagenet else 16}
+            flags = {"-b": 4 if in_imagenet else 16}
+            if "--cuda-graph" not in command:
+                flags["--device"] = "cpu"
             if script.startswith(("mnist/", "cifar10/", "imagenet/")):
                 flags["--model"] = "lenet"
             if in_imagenet:

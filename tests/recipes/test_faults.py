@@ -153,8 +153,8 @@ def test_disk_full_for_results(tmp_path):
     copy = changed_copy(
         tmp_path,
         "mnist/single.py",
-        "    step = make_step(model, optimizer, sums)\n",
-        "    run.folder = Path('.')\n    step = make_step(model, optimizer, sums)\n",
+        "    while not position.over:\n",
+        "    run.folder = Path('.')\n    while not position.over:\n",
     )
     command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
     output = run(on_small_disk(command, tmp_path, "8k", "disk"), cwd=tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forked import compute, refused
 from launch import Job, need, need_horovod, refused_here, run
-from recipes import ROOT, SHARED
+from recipes import ROOT
 
 from images.models import LeNet
 
@@ -149,7 +149,7 @@ def test_other_ways_to_start_a_script(start, tmp_path):
 
 def test_a_file_with_the_name_of_a_module_of_python(tmp_path):
     """queue.py of the user, beside the folders that were copied: torch imports Python's own."""
-    for folder in (*SHARED, "mnist"):
+    for folder in ("common", "images", "mnist"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "queue.py").write_text("raise SystemExit('this is not what torch imports')\n")
     command = SINGLE.replace(f"{ROOT}/", "")
