@@ -63,9 +63,9 @@ def test_real_images(start, namespace, real_data, tmp_path):
     """With the defaults, and an eviction in the middle, they train as two local processes do."""
     data = namespace.claim("data", group=1000)
     shutil.copytree(real_data("mnist") / "MNIST", data / "MNIST")
-    flags = "--max-steps=200 --log-seconds=0"
+    flags = "--max-steps=60 --log-seconds=0"
     job = start(flags)
-    job.wait_for("^step 100/")
+    job.wait_for("^step 30/")
     job.evict(0)
     log = job.finish()
     assert log.count("stopped after a signal") == log.count("resumed from") == 1
