@@ -118,6 +118,7 @@ def measurements(args):
     A log folder of its own is added to each recipe's flags.
     """
     cpu, there = args.device == "cpu", importlib.util.find_spec
+    with_graph = ("",) if cpu else ("", " --cuda-graph")
     few, folders = (
         ("--synthetic 256 -b 16 --epochs 1"),
         ("mnist",) if cpu else ("mnist", "cifar10", "imagenet"),
@@ -205,7 +206,7 @@ def measurements(args):
             )
     epochs = 1 if cpu else 32
     for folder, files in (("mnist", digits.FILES), ("cifar10", ["cifar-10-batches-py"])):
-        for flag in ("", " --cuda-graph") if not cpu else ("",):
+        for flag in with_graph:
             yield (
                 6,
                 f"{folder}, ConvNet, {epochs} epochs{flag} (published: {PUBLISHED[folder]})",
@@ -213,7 +214,9 @@ def measurements(args):
                 240,
             )
     resnet18 = f"{torchrun} {data('cifar10', ['cifar-10-batches-py'])} --epochs 3 --channels-last"
-    for flag in ("", " --cuda-graph", " --cuda-graph --compile") if not cpu else ():
+    # Too much for a CPU.
+    of_resnet18 = () if cpu else (*with_graph, " --cuda-graph --compile")
+    for flag in of_resnet18:
         command = resnet18.replace("single.py", "ddp_amp.py") + flag
         yield 6, f"cifar10, ResNet-18, bf16, channels-last{flag}", command, 120
     flags = (
@@ -276,7 +279,7 @@ def measurements(args):
     # Not all of tests/, as others need packages that no GPU needs.
     yield 12, "tests for one GPU", "python -m pytest -q -m gpu tests/recipes", 180
     for folder in folders[-2:]:
-        for flag in ("", " --cuda-graph") if not cpu else ("",):
+        for flag in with_graph:
             yield (
                 13,
                 f"{folder}/ddp_amp.py{flag}",
@@ -353,6 +356,7 @@ def cell(result, flops, peak):
             f"{sum(epoch['train']['seconds'] for epoch in epochs):.1f} s of training",
         ]
     if "steps_per_sec" in result:
+        # Without the first 20 steps, as in probe.py.
         waits = sum(result["waits"].values()) / max(1, result["steps"] - 20)
         parts.append(f"{result['steps_per_sec']:.1f} steps/s")
         if result["peak_memory"]:  # on a GPU

@@ -198,6 +198,7 @@ def connect(args):
         # dist: before the group is made, or every rank opens a context on GPU 0.
         torch.accelerator.set_device_index(device.index)
     if args.cuda_graph:
+        # A capture needs a stream of its own, to which all that is built from here on belongs.
         graph.prepare(args, device)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
@@ -291,6 +292,7 @@ def main():
         optional=("scaler",),
     )
     if args.cuda_graph:
+        # One launch per step, as a small model lets the GPU wait for Python.
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()

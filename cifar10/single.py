@@ -176,6 +176,7 @@ def main():
         # What names no device, such as a seed, is for this one.
         torch.accelerator.set_device_index(device.index)
     if args.cuda_graph:
+        # A capture needs a stream of its own, to which all that is built from here on belongs.
         graph.prepare(args, device)
     train, val = load_data(args, device)
     torch.manual_seed(args.seed)
@@ -208,6 +209,7 @@ def main():
         lines=lines,
     )
     if args.cuda_graph:
+        # One launch per step, as a small model lets the GPU wait for Python.
         step = graph.Captured(step, device, optimizer, say=run.log.say)
     while not position.over:
         model.train()

@@ -90,6 +90,19 @@ class Proof:
             raise InputError(f"no step was seen: {last_line(recorded)}")
         return recorded
 
+    def interrupt(self, check: str, name: str, whole: Path, wrong: str, **signal_after) -> None:
+        """Run it up to a signal, resume it, and compare it with the whole run."""
+        recorded = self.run(name, **signal_after)
+        first_part = lines_of(recorded / "rank-0.jsonl")
+        self.run(name)
+        second_part = lines_of(recorded / "rank-0.jsonl")[len(first_part) :]
+        if first_part[-1]["step"] == self.steps:
+            self.row(check, "**it went on to its end**", wrong)
+        elif second_part[0]["step"] == 1:
+            self.row(check, "**it began again at step 1**", wrong)
+        else:
+            self.compare(check, whole, recorded, wrong)
+
     def row(self, check: str, result: str, wrong: str = "") -> None:
         """Print a row; `wrong` is the key of what it usually means."""
         print(f"| {check} | {result} |", flush=True)
@@ -202,13 +215,11 @@ def prove(proof: Proof) -> None:
     again = proof.run("again")
     proof.compare("two runs", whole, again, "two runs")
 
-    killed = proof.run("killed", PROVE_KILL=str(SIGNAL_AFTER))
-    proof.run("killed")
-    proof.compare(f"SIGKILL after step {SIGNAL_AFTER}, resumed", whole, killed, "SIGKILL")
-
-    told = proof.run("told", PROVE_TERM=str(SIGNAL_AFTER - 1))
-    proof.run("told")
-    proof.compare(f"SIGTERM after step {SIGNAL_AFTER - 1}, resumed", whole, told, "SIGTERM")
+    check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
+    proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
+    # The run stops a step later.
+    check = f"SIGTERM after step {SIGNAL_AFTER - 1}, resumed"
+    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER - 1))
 
     lines = lines_of(whole / "rank-0.jsonl")
     outside = next((line["outside"] for line in lines if "outside" in line), [])

@@ -3,7 +3,7 @@
 It waits until the script imports common/run.py, and then writes down after each step what this
 rank has: a checksum of each tensor of `state`, to PROVE/rank-N.jsonl. It keeps the weights of rank
 0 before and after the first step, too, and looks for objects that change and are not in `state`.
-And it sends the signal that the proof is about.
+And it sends the signal that the proof is about. A sitecustomize of the environment is not read.
 """
 
 import importlib.util
@@ -11,6 +11,9 @@ import json
 import os
 import signal
 import sys
+
+# What changes in training has changed by then.
+LOOK_AGAIN_AFTER = 3
 
 
 class AfterCommonRun:
@@ -82,7 +85,7 @@ class Recorder:
             self.keep_weights("after.pt")
             line["layers"] = self.layers()
             self.outside = self.objects_outside()
-        elif steps == self.first + 3:
+        elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
         with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
             print(json.dumps(line), file=file, flush=True)
@@ -142,11 +145,10 @@ class Recorder:
             torch.Generator,
             numpy.random.Generator,
         )
-        named = {}
-        frame = sys._getframe()
-        while frame:
-            named |= {id(value): name for name, value in frame.f_locals.items() if name != "self"}
-            frame = frame.f_back
+        # A generator is known to its variable alone, and not to the garbage collector.
+        of_callers = [item for variables in variables_of_callers() for item in variables.items()]
+        named = {id(value): name for name, value in of_callers if name != "self"}
+        existing = [*gc.get_objects(), *(value for _, value in of_callers)]
         parts = [*self.run.state.values()]
         parts += [value for part in parts for value in vars(part).values()]
         saved = set(map(id, parts))
@@ -154,7 +156,7 @@ class Recorder:
         modules = [part for part in parts if isinstance(part, nn.Module)]
         parts_of_others = {id(module) for part in modules for module in part.modules()}
         candidates = {}
-        for each in [*gc.get_objects(), *locals_of_callers()]:
+        for each in existing:
             # Not isinstance: it asks proxies, which may raise anything.
             if not issubclass(type(each), kinds) or id(each) in saved:
                 continue
@@ -179,10 +181,11 @@ class Recorder:
         ]
 
 
-def locals_of_callers():
+def variables_of_callers():
+    """Yield the local variables, a dict, of each function that is running."""
     frame = sys._getframe()
     while frame:
-        yield from frame.f_locals.values()
+        yield dict(frame.f_locals)
         frame = frame.f_back
 
 
@@ -206,13 +209,13 @@ def leaves(value, name=""):
 def checksum(value):
     import zlib
 
+    import torch
+
     if not is_tensor(value):
         return zlib.crc32(repr(value).encode())
     if hasattr(value, "to_local"):
         value = value.to_local()
     data = value.detach().cpu().contiguous().flatten()
-    import torch
-
     return zlib.crc32(data.view(torch.uint8).numpy()) if data.numel() else 0
 
 
@@ -221,6 +224,7 @@ def checksum_of(each):
     if hasattr(each, "state_dict"):
         try:
             state = each.state_dict()
+        # It may be anybody's.
         except Exception as error:
             state = str(error)
     elif hasattr(each, "get_state"):

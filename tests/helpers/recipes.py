@@ -34,9 +34,9 @@ def commands(recipe):
     return re.findall(r"^    (\S.*)$", docstring, flags=re.MULTILINE)
 
 
-def imports(path, walk=ast.walk):
+def imports(path):
     """The dotted names that a file imports, also within its functions."""
-    nodes = list(walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     return {
         alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
     } | {

@@ -95,6 +95,18 @@ WRONG = {
         "SIGTERM after step 5, resumed",
         r"\*\*differs\*\* from step 7: model.* of rank 0",
     ),
+    "a run that does not hear the signal": (
+        "            if run.stop.agreed:\n",
+        "            if False:\n",
+        "SIGTERM after step 5, resumed",
+        r"\*\*it went on to its end\*\*",
+    ),
+    "a run that does not save within an epoch": (
+        "            if run.save_due:\n",
+        "            if False:\n",
+        "SIGKILL after step 6, resumed",
+        r"\*\*it began again at step 1\*\*",
+    ),
     "a state of each rank": (
         '        "position": position,\n',
         '        "position": position,\n        "mine": Mine(rank),\n',
@@ -143,8 +155,16 @@ def meaning_of(check):
     return first.get(check.split()[0], check.split()[0])
 
 
-def test_real_processes_that_one_command_starts(tmp_path):
-    """A run that no step came of, in one line."""
+def test_real_processes(tmp_path):
+    """By their PYTHONPATH, and not from the fork server."""
+    command = f"python {ROOT}/scripts/prove.py python {ROOT}/mnist/single.py {FLAGS}"
+    said = run(command, tmp_path)
+    assert said.count("| same bits |") == 3
+    assert "| changes, and is in no checkpoint | nothing |" in said
+
+
+def test_a_command_that_fails(tmp_path):
+    """In one line, and nothing is left."""
     command = f"python {ROOT}/scripts/prove.py python {ROOT}/mnist/single.py --epoch 3"
     line = one_line(run(command, tmp_path, status=1))
     assert "ended with status 2" in line and "--epoch 3" in line
