@@ -17,7 +17,7 @@ from examples import finetune, language_model, regression, segmentation
 NAMES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 # Small runs of several steps per epoch and two epochs, with a global batch of 16
 SIZES = {
-    "finetune": "--synthetic 80 --image-size 32 --workers 0",
+    "finetune": "--synthetic 48 --image-size 32 --workers 0",
     "language_model": "--synthetic 600 --context 32 --width 16 --layers 1 --dropout 0",
     "regression": "--synthetic 120",
     "segmentation": "--synthetic 80 --image-size 32 --width 4 --workers 0",

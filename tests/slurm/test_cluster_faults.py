@@ -325,7 +325,7 @@ def test_fsdp_preempted(cluster, tmp_path):
     changed_copy(tmp_path, "imagenet/fsdp.py", STEP, WAITS + STEP)
     wait_from(tmp_path, 1)
     flags = (
-        "--arch resnet18 --image-size 32 --synthetic 96 -b 8 --epochs 3 --lr 0.001 --device "
+        "--arch convnet --image-size 32 --synthetic 96 -b 8 --epochs 3 --lr 0.001 --device "
         "cpu --log-interval 1"
     )
     job = SlurmJob(

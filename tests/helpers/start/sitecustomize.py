@@ -1,9 +1,12 @@
 """Python imports this first in every process that a test starts (conftest.py).
 
-Few garbage collections: the hundreds that the imports of torch set off take a second on a slow
-core, and the tests start a thousand processes.
+The tests start a thousand processes, and each loads torch: a collection less is worth it.
 """
 
+import atexit
 import gc
 
+# The hundreds of collections that the imports of torch set off take a second on a slow core.
 gc.set_threshold(100_000, 50, 100)
+# So do the two at Python's end, and the operating system frees the same a moment later.
+atexit.register(gc.freeze)
