@@ -20,12 +20,14 @@ NO_WEIGHTS = {
 }
 
 
-def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """The weights by name in a file, and its metadata.
+def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict, str]:
+    """The weights by name in a file, its metadata, and the part of the file that has the weights.
 
-    It is a state_dict, safetensors, or a checkpoint of a recipe. Raises InputError.
+    It is a state_dict, safetensors, or a checkpoint of a recipe; only that has parts, else it is
+    "". Raises InputError.
     """
     metadata = {}
+    part = ""
     try:
         if Path(path).suffix == ".safetensors":
             weights, metadata = read_safetensors(path)
@@ -33,7 +35,7 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
             weights = untrusted.load(path)
         if isinstance(weights, dict) and "format" in weights and "model" in weights:
             metadata = dict(weights.get("metadata", {}))
-            weights = weights["model"]
+            part, weights = weights_in(weights)
         if not is_state_dict(weights):
             raise InputError("it is not a state_dict, a dict of tensors")
     except ImportError as error:
@@ -43,7 +45,28 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict]:
     # A file of others can raise anything.
     except Exception as error:
         raise InputError(f"--init-from {path}: {why_not(path, error)}") from error
-    return weights, metadata
+    return weights, metadata, part
+
+
+def weights_in(saved: dict) -> tuple[str, dict[str, torch.Tensor]]:
+    """The weights in a checkpoint, by the names of "model", behind the part that has them.
+
+    It is an average of the weights of "model" (an EMA) where there is one, such as an AveragedModel
+    of torch, whose names begin with "module."; or else "model".
+    """
+    model = saved["model"]
+    for part, value in saved.items():
+        if part == "model" or not is_state_dict(model) or not is_state_dict(value):
+            continue
+        # AveragedModel counts there how many it has averaged.
+        weights = {
+            name.removeprefix("module."): weight
+            for name, weight in value.items()
+            if name != "n_averaged"
+        }
+        if weights.keys() == model.keys():
+            return part, weights
+    return "model", model
 
 
 def why_not(path: str, error: Exception) -> str:
@@ -91,7 +114,7 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata) -> list[str]:
     path = args.init_from
     if path is None or checkpoint.exists(args.resume, args.log_dir):
         return []
-    weights, metadata_of_file = read_weights(path)
+    weights, metadata_of_file, part = read_weights(path)
     own = model.state_dict()
     weights = {
         name if name in own else without_prefixes(name): weight for name, weight in weights.items()
@@ -115,7 +138,8 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata) -> list[str]:
             "--init-partial leaves them out"
         )
     model.load_state_dict(fitting, strict=False)
-    line = f"weights from {path}: {len(fitting)} of {len(own)} loaded"
+    of_average = f", of its {part}" if part not in ("", "model") else ""
+    line = f"weights from {path}{of_average}: {len(fitting)} of {len(own)} loaded"
     if left_out:
         line += f"; left out: {', '.join(left_out)}"
     differences = metadata.differences(metadata_of_file)

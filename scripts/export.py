@@ -4,7 +4,8 @@ Its metadata has the names of the classes, and what else gives the outputs their
 
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
---init-from reads it, too.
+Where the checkpoint has an average of the weights (an EMA), it takes that, and says so. --init-from
+reads the file, too.
 """
 
 import json
@@ -16,13 +17,14 @@ from common import checkpoint, flags
 from common.errors import InputError, in_one_line
 from common.files import replace, write_beside
 from common.process import launch
-from common.weights import is_state_dict
+from common.weights import is_state_dict, weights_in
 
 
 def main():
     parser = flags.Parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="the file to read")
     parser.add_argument("weights", type=Path, help="the file to write")
+    parser.add_argument("--part", help="of the checkpoint (default: an average, or model)")
     args = parser.parse_args()
     try:
         from safetensors import SafetensorError
@@ -41,8 +43,14 @@ def main():
         raise InputError(f"{args.weights} already exists")
     if not is_state_dict(saved.get("model")):
         raise InputError(f"{args.checkpoint} has no model, a dict of tensors by name")
+    part, weights = weights_in(saved)
+    if args.part:
+        part = args.part
+        weights = saved.get(part)
+        if not is_state_dict(weights):
+            raise InputError(f"--part {part}: {args.checkpoint} has no such dict of tensors")
     # safetensors takes neither views nor other memory formats.
-    weights = {name: tensor.contiguous().clone() for name, tensor in saved["model"].items()}
+    weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
     try:
         metadata = {name: json.dumps(value) for name, value in saved.get("metadata", {}).items()}
     # The file may hold anything.
@@ -53,6 +61,8 @@ def main():
         replace(partial, args.weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
+    if part != "model":
+        print(f"{args.weights} has the weights of {part} (--part model: those of the last step)")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_files_of_an_old_torch(tmp_path):
     """Those of before 1.6, which are no zip, are read as before."""
     state = torch.nn.Linear(2, 2).state_dict()
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    read, _ = weights.read_weights(str(tmp_path / "old.pt"))
+    read, *_ = weights.read_weights(str(tmp_path / "old.pt"))
     assert torch.equal(read["weight"], state["weight"])
 
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from forked import compute, refused
-from launch import HOROVOD, need, need_horovod, on_small_disk, run
+from launch import HOROVOD, assert_same, need, need_horovod, on_small_disk, run
 from recipes import ROOT
 from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import archives
+from common import checkpoint
 from images import folders
+from mnist import digits
 
 EXPORT = f"python {ROOT}/scripts/export.py"
 PACK = f"python {ROOT}/scripts/pack.py"
@@ -40,6 +43,26 @@ def test_export(tmp_path):
     (tmp_path / "log" / "best.pt").write_bytes(damaged)
     assert "damaged" in refused(f"{EXPORT} log/best.pt other", tmp_path)
     assert not (tmp_path / "other").exists()
+
+
+def test_weights_of_an_average(tmp_path):
+    """best.pt was chosen by the EMA, so that is exported, and what others begin with."""
+    model = digits.build("lenet")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1)
+    average.update_parameters(model)
+    parts = {"model": model, "ema": average}
+    checkpoint.save(tmp_path, {name: part.state_dict() for name, part in parts.items()}, {})
+    said = compute(f"{EXPORT} last.pt ema.safetensors", tmp_path)
+    assert "has the weights of ema" in said
+    assert compute(f"{EXPORT} last.pt raw.safetensors --part model", tmp_path) == ""
+    begun = f"python {ROOT}/mnist/single.py --model lenet --synthetic 64 --dry-run --init-from"
+    assert "weights from last.pt, of its ema: 10 of 10" in compute(f"{begun} last.pt", tmp_path)
+    for name, expected in (("ema", average.module), ("raw", model)):
+        assert_same(load_file(tmp_path / f"{name}.safetensors"), expected.state_dict())
+    assert "--part critic" in refused(f"{EXPORT} last.pt other --part critic", tmp_path)
 
 
 @pytest.fixture
