@@ -12,7 +12,7 @@ import types
 
 import pytest
 import torch
-from forked import compute
+from forked import compute, refused
 from launch import assert_same, checkpoint, evaluations, largest_difference, need, need_horovod
 from PIL import Image
 from recipes import ROOT, STEP, in_float64
@@ -210,6 +210,57 @@ def test_port(heading, tmp_path):
     assert "resumed from part/last.pt" in output
     for part in ("position", "model", "optimizer"):
         assert_same(checkpoint(tmp_path / "part")[part], two[part])
+
+
+# What the page leaves to its reader: a size, a second data set, and what is carried.
+LEFT_OPEN = """
+PART = 3
+
+
+def load_extra(args, device, rank, world_size):
+    dataset = TensorDataset(*(part.flip(0)[:70] for part in load(args)[0].tensors))
+    sampler = EpochSampler(len(dataset), 16 // world_size, rank, world_size, seed=args.seed + 1)
+    loader = TensorLoader(dataset, sampler, sampler.batch_size, device)
+    return DataObject(dataset, sampler, loader)
+
+
+def main():
+"""
+CARRIED = """
+    carried = torch.zeros(3, device=device)
+    optimizer.register_step_post_hook(lambda *_: carried.mul_(0.9).add_(rank + position.steps))
+    # A checkpoint holds the state of these objects"""
+
+
+def test_what_a_task_may_need(tmp_path):
+    """All changes at once: the same on one and two processes, and after a kill within an epoch."""
+    folder = in_float64(tmp_path, "examples")
+    heading = "## What a task may need"
+    text = (folder / "regression.py").read_text()
+    for block in blocks(heading, "diff"):
+        text = change(text, block)
+    imports = "import mine\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+    text = text.replace("import numpy as np\n", f"import numpy as np\n{imports}")
+    text = text.replace("\n\ndef main():\n", LEFT_OPEN)
+    text = text.replace("\n    # A checkpoint holds the state of these objects", CARRIED)
+    script = folder / "port.py"
+    script.write_text(text)
+    (folder / "mine.py").write_text("\n\n".join(blocks(heading, "python")[:3]))
+    flags = "--device cpu --synthetic 120 -G 16 --epochs 3 --checkpoint-every 2"
+    for processes in (1, 2):
+        command = f"{torchrun(processes)} {script} {flags}"
+        compute(f"{command} --log-dir {processes}", cwd=tmp_path)
+    one, two = (checkpoint(tmp_path / name) for name in "12")
+    for part in ("model", "ema"):
+        assert largest_difference(two[part], one[part]) < TOLERANCE
+    assert not torch.equal(*two["carried"]["of_ranks"])
+    killed = killed_at(script, 9)
+    compute(f"{torchrun(2)} {killed} {flags} --log-dir part", cwd=tmp_path, status=9)
+    compute(f"{command} --log-dir part --resume auto", cwd=tmp_path)
+    for part in ("position", "model", "optimizer", "ema", "carried"):
+        assert_same(checkpoint(tmp_path / "part")[part], two[part])
+    with_one = f"{torchrun(1)} {script} {flags} --log-dir part --resume auto"
+    assert "go on with 2 processes" in refused(with_one, tmp_path)
 
 
 def test_rows_keep_their_order(tmp_path):
