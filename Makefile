@@ -1,6 +1,6 @@
-# make demo: train on two processes. make check: lint and the quick tests. make test: all tests. make benchmarks: measure
-# this machine. make gpu: measure one GPU. make fuzz: more random checkpoints and archives. make mutants: see that
-# the tests notice faults that are put into the code. Each creates .venv first.
+# make demo: train on all GPUs, or on two processes. make check: lint and the quick tests. make test: all tests.
+# make benchmarks: measure this machine. make gpu: measure one GPU. make fuzz: more random checkpoints and archives.
+# make mutants: see that the tests notice faults that are put into the code. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
 # REQUIRE_ALL=1 (in CI): a missing component fails the run instead of skipping its tests
@@ -13,8 +13,10 @@ SCRIPTS = $(wildcard benchmarks/*.sh scripts/*.sh slurm/*.sh tests/helpers/*.sh)
 demo: $(VENV)/.recipes
 	@$(VENV)/bin/python mnist/single.py --dry-run --device cpu > /dev/null && images= || images=--synthetic; \
 	test -z "$$images" || echo "The demo uses generated images instead, which are easy to tell apart."; \
-	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=2 mnist/ddp_launch.py --epochs 3 --device cpu $$images
-	@echo "That was mnist/ddp_launch.py on two processes. Next: read it beside mnist/single.py, look at its curves with"
+	processes=$$($(VENV)/bin/python -c "import torch; print(torch.cuda.device_count())"); device=; \
+	if test $$processes = 0; then processes=2; device="--device cpu"; fi; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc-per-node=$$processes mnist/ddp_launch.py --epochs 3 $$device $$images
+	@echo "That was mnist/ddp_launch.py. Next: read it beside mnist/single.py, look at its curves with"
 	@echo "  $(VENV)/bin/tensorboard --logdir runs"
 	@echo "or run another recipe: the table in README.md says which."
 

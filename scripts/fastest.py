@@ -33,6 +33,8 @@ from common.errors import InputError, RunError
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
 # No trial takes longer than this many seconds.
 PATIENCE = 120
+# The trials before the last turns: roughly, as it depends on what they find.
+TRIALS = 12
 # A flag is called slower below this ratio; nearer to 1 it may be noise.
 SLOWER = 0.95
 # Below this ratio a trial ends with its first line.
@@ -401,7 +403,12 @@ def find(args, given) -> None:
     """Print the trials, what is slower, and the fastest line."""
     search = Search(args, given)
     default = search.default
+    began = time.perf_counter()
     config = search.probe()
+    seconds = time.perf_counter() - began + args.seconds
+    trials = TRIALS + 3 * args.turns
+    minutes = math.ceil(trials * seconds / 60)
+    print(f"some {trials} trials of {seconds:.0f} s or more each: at least {minutes} minutes")
     print(f"the default: {search.command(default)}\n")
     print("| setting | images/s | of the default | GiB | s to the first line |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)

@@ -95,6 +95,17 @@ WRONG = {
         "SIGTERM after step 5, resumed",
         r"\*\*differs\*\* from step 7: model.* of rank 0",
     ),
+    # As the scales of torchvision's Faster R-CNN are.
+    "a scale that is guessed from the first batch": (
+        STEP,
+        "    guessed = {}\n"
+        "    def scale(module, inputs):\n"
+        "        guessed.setdefault('scale', inputs[0].std().item())\n"
+        "        return (inputs[0] / guessed['scale'],)\n"
+        "    model.module.register_forward_pre_hook(scale)\n" + STEP,
+        "SIGKILL after step 6, resumed",
+        r"\*\*differs\*\* from step 5: model.* of rank 0",
+    ),
     "a run that does not hear the signal": (
         "            if run.stop.agreed:\n",
         "            if False:\n",
