@@ -16,6 +16,11 @@ job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
 [ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # it first copies archives to the nodes, and then becomes the command
+usage=
+if [ -n "${USAGE:-}" ]; then  # the folder for what each node measures of itself, beside the command
+    srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 python scripts/usage.py "$USAGE" &
+    usage=$!
+fi
 # The command begins with both ignored: else they end a launcher that has no handlers yet, or none any more.
 trap "" USR1 USR2
 "$@" &
@@ -36,6 +41,8 @@ while kill -0 $command 2> /dev/null; do
 done
 status=0
 wait $command || status=$?
+# Not TERM: srun would kill its tasks at once, before they say what they measured.
+[ -z "$usage" ] || { kill -USR1 "$usage" && wait "$usage"; } || true
 
 again="submit it again with its recipe and the --log-dir of this run"
 # Queue the job again, and then say so in the words $1.

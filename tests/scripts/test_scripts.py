@@ -1,15 +1,26 @@
-"""scripts/export.py, pack.py, summarize_runs.py, install_horovod.sh and pin.sh."""
+"""scripts/export.py, pack.py, summarize_runs.py, usage.py, install_horovod.sh and pin.sh."""
 
 import json
 import os
 import re
+import signal
+import socket
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from forked import compute, refused
-from launch import HOROVOD, assert_same, need, need_horovod, on_small_disk, run
+from launch import (
+    HOROVOD,
+    Job,
+    assert_same,
+    need,
+    need_horovod,
+    on_small_disk,
+    run,
+    wait_until,
+)
 from recipes import ROOT
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -116,6 +127,41 @@ def test_export_without_safetensors(tmp_path):
     assert "pip install safetensors" in run(
         f"{EXPORT} a b", tmp_path, status=2, PYTHONPATH=str(tmp_path)
     )
+
+
+NVML = """
+NVML_TEMPERATURE_GPU = 0
+
+class NVMLError(Exception):
+    pass
+
+class Fields:
+    gpu = 50
+    used = 2**30
+
+def refuse(handle):
+    raise NVMLError
+
+nvmlInit = lambda: None
+nvmlDeviceGetCount = lambda: 2
+nvmlDeviceGetHandleByIndex = lambda number: number
+nvmlDeviceGetUtilizationRates = nvmlDeviceGetMemoryInfo = lambda handle: Fields
+nvmlDeviceGetPowerUsage = refuse
+nvmlDeviceGetTemperature = lambda handle, sensor: 40 + handle
+"""
+
+
+def test_usage(tmp_path):
+    """Of two GPUs that do not tell their power. (test_slurm.py: two nodes, without GPUs.)"""
+    (tmp_path / "pynvml.py").write_text(NVML)
+    command = f"exec python {ROOT}/scripts/usage.py out --seconds 0.1"
+    job = Job(command, tmp_path, PYTHONPATH=str(tmp_path))
+    host = socket.gethostname()
+    wait_until((tmp_path / "out" / f"{host}.jsonl").exists, job)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 0
+    gpus = "gpu0 50%, 1.0 GiB, 40 °C; gpu1 50%, 1.0 GiB, 41 °C"
+    assert re.fullmatch(rf"{host}, mean of 0:00:\d\d: cpu .*; {gpus}\n", job.output())
 
 
 def test_summarize_runs(tmp_path):

@@ -1,6 +1,7 @@
 """The launch files of slurm/ as they stand, on a cluster of two nodes."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -95,11 +96,17 @@ STAGED = (
 
 
 def test_staged_archives(cluster, tmp_path):
-    """Each rank reads the copies, with their indexes."""
+    """Each rank reads the copies, with their indexes. Meanwhile each node measures itself."""
     jpeg_tree.make(tmp_path / "photos", 20)
     compute(f"python {ROOT}/scripts/pack.py photos shared", tmp_path)
-    job = SlurmJob(cluster, tmp_path, STAGED, STAGE="1", SLURM_TMPDIR=str(tmp_path / "disk"))
+    disk = str(tmp_path / "disk")
+    job = SlurmJob(cluster, tmp_path, STAGED, STAGE="1", SLURM_TMPDIR=disk, USAGE="usage")
     log = job.finish()
+    for node in ("node1", "node2"):
+        assert re.search(rf"^{node}, mean of 0:\d\d:\d\d: cpu \d+%, [\d.]+ GiB$", log, re.M)
+        lines = (tmp_path / "usage" / f"{node}.jsonl").read_text().splitlines()
+        assert 0 < json.loads(lines[0])["cpu/use"] <= 1
+        assert list((tmp_path / "usage" / node).glob("events.*"))
     staged = tmp_path / "disk" / f"staged-{job.id}"
     assert f"20 images in {staged}/train.tar and 4 images in {staged}/val.tar" in log
     assert "making the index" not in log

@@ -1,0 +1,128 @@
+"""Measure what a machine does while it trains: its GPUs, its CPU and its memory.
+
+    python scripts/usage.py runs/usage &
+    python mnist/single.py
+    kill %1
+
+Every 5 seconds it appends a line to the file HOST.jsonl in that folder, and writes the same for
+TensorBoard. At its end, by SIGTERM or Ctrl-C, it prints the means. It shares nothing with the run,
+which therefore waits for nothing. On a cluster each node of a job measures itself:
+
+    USAGE=runs/usage sbatch slurm/ddp_2nodes.sh
+
+It needs psutil, and for NVIDIA's GPUs nvidia-ml-py: pip install psutil nvidia-ml-py
+"""
+
+import argparse
+import json
+import signal
+import socket
+import statistics
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+
+def find_gpus():
+    """NVML, and its handles of the GPUs of this machine; without the package or a GPU none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, []
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return pynvml, []
+    return pynvml, [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
+
+
+def of_gpu(nvml, handle):
+    """The figures of a GPU, but for those that it does not have."""
+    reads = {
+        # The share of the time in which some kernel ran.
+        "use": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+        "gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30,
+        "watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+    }
+    figures = {}
+    for name, read in reads.items():
+        try:
+            figures[name] = read()
+        except nvml.NVMLError:
+            continue
+    return figures
+
+
+def measure(psutil, nvml, gpus):
+    """{name: number} of this machine since the last call, or now."""
+    figures = {"cpu/use": psutil.cpu_percent() / 100}
+    figures["cpu/gib"] = psutil.virtual_memory().used / 2**30
+    for number, handle in enumerate(gpus):
+        for name, value in of_gpu(nvml, handle).items():
+            figures[f"gpu{number}/{name}"] = value
+    return figures
+
+
+UNITS = {"use": "{:.0%}", "gib": "{:.1f} GiB", "watts": "{:.0f} W", "celsius": "{:.0f} °C"}
+
+
+def summary(host, seconds, measured):
+    """One line: the means of a list of what measure() returns."""
+    parts = {}
+    for name in measured[0]:
+        device, kind = name.split("/")
+        mean = statistics.mean(figures[name] for figures in measured if name in figures)
+        parts.setdefault(device, []).append(UNITS[kind].format(mean))
+    devices = "; ".join(f"{device} {', '.join(texts)}" for device, texts in parts.items())
+    return f"{host}, mean of {timedelta(seconds=round(seconds))}: {devices}"
+
+
+def main():
+    # Not common.flags, which loads torch: this takes no time from the run.
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="for the figures of all machines")
+    parser.add_argument("--seconds", type=float, default=5, help="between two lines (default: 5)")
+    args = parser.parse_args()
+    try:
+        import psutil
+        from tensorboard.summary import Writer
+    except ImportError as error:
+        parser.error(f"pip install psutil tensorboard ({error})")
+    over = threading.Event()
+    # srun passes on USR1, but not TERM.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: over.set())
+    # The request for stacks is for the ranks.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    host = socket.gethostname()
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        writer = Writer(str(args.folder / host))
+    except OSError as error:
+        parser.error(f"{args.folder}: {error.strerror}")
+    nvml, gpus = find_gpus()
+    # The first call begins its interval.
+    psutil.cpu_percent()
+    began = time.time()
+    measured = []
+    while not over.wait(args.seconds):
+        figures = measure(psutil, nvml, gpus)
+        measured.append(figures)
+        now = time.time()
+        with open(args.folder / f"{host}.jsonl", "a") as file:
+            file.write(json.dumps({"time": now, **figures}) + "\n")
+        for name, value in figures.items():
+            writer.add_scalar(f"usage/{name}", value, round(now - began))
+        writer.flush()
+    writer.close()
+    if measured:
+        print(summary(host, time.time() - began, measured))
+
+
+if __name__ == "__main__":
+    main()
