@@ -177,10 +177,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=positive_int, metavar="STEPS", help="also save within an epoch")
     add = parser.add_argument_group("output").add_argument
     add("--log-dir", metavar="DIR", help="folder of the run; if not given, a new one in runs/")
+    add("--log-interval", type=positive_int, metavar="STEPS", help="print a line every N steps")
     add(
-        "--log-interval",
-        type=positive_int,
-        default=10,
-        help="check loss and stop every N steps or 5 s",
+        "--log-seconds",
+        type=non_negative_float,
+        metavar="SECONDS",
+        help="print no more than a line in N seconds; 10, or 0 with --log-interval",
     )
-    add("--log-seconds", type=non_negative_float, default=10, help="print a line every N seconds")

@@ -42,7 +42,7 @@ class Log:
 
     Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
     under the same names, at the step of `position`. `unit` is what a sample is called. In training
-    it logs every `seconds`.
+    it logs every `interval` steps (None: any), but no more than once in `seconds`.
     On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
     TensorBoard cannot write to.
     """
@@ -53,6 +53,7 @@ class Log:
         position: Position,
         unit: str = "samples",
         seconds: float = 10,
+        interval: int | None = None,
         quiet: bool = False,
     ):
         self.folder = folder
@@ -64,6 +65,7 @@ class Log:
         self.quiet = quiet
         self.unit = unit
         self.seconds = seconds
+        self.interval = interval
         self.writer = None
         self.warned = False
         # Functions that get (figures by name, step), such as wandb.log and mlflow.log_metrics.
@@ -146,14 +148,15 @@ class Log:
         return seconds, steps * self.position.sampler.global_batch / seconds
 
     def step(self, figures: dict) -> None:
-        """Show the figures of training so far; every `seconds` also log them."""
+        """Show the figures of training so far; log them if it is time."""
         if self.quiet:
             return
         if not self.bar.disable:
             self.bar.set_postfix(self._shown(figures), refresh=False)
             self.bar.update(self.position.steps - self.bar.n)
         now = time.perf_counter()
-        if now - self.logged < self.seconds:
+        at_interval = self.interval is None or self.position.multiple_of(self.interval)
+        if not at_interval or now - self.logged < self.seconds:
             return
         self.logged = now
         _, rate = self._seconds_and_rate()

@@ -14,7 +14,9 @@ from common.process import launch, profiler
 from common.process.signals import StopSignal
 from common.process.watchdog import Watchdog, flight_recorder
 
-# A launcher waits 30 s and more after it asked a run to stop.
+# Steps from a look at the loss, and at whether to stop, to the next.
+CHECK_EVERY = 10
+# Or seconds: a launcher waits 30 s and more after it asked a run to stop.
 CHECK_AFTER = 5
 # Python waits for the GPU at a check, and then the GPU for Python: that is to be a hundredth.
 CHECK_NOT_WITHIN = 0.02
@@ -65,7 +67,11 @@ class Run:
         self.config = vars(args) | {"saved_by": f"{strategy}, world size {world_size}"}
         self.profile = args.profile and self.writes
         log_folder = self.folder if self.writes else None
-        self.log = Log(log_folder, self.position, unit, args.log_seconds, quiet=rank != 0)
+        seconds = args.log_seconds
+        if seconds is None:
+            seconds = 0 if args.log_interval else 10
+        quiet = rank != 0
+        self.log = Log(log_folder, self.position, unit, seconds, args.log_interval, quiet)
         # A function of the folder that saves parts of the state there, on all ranks, and returns
         # what a checkpoint holds of them: for a state that no rank can hold as a whole.
         self.save_shards = None
@@ -137,9 +143,10 @@ class Run:
     def check_due(self) -> bool:
         """Whether all ranks look at their loss now, and agree whether to stop. All get the same.
 
-        It is every --log-interval steps, and more often where these take longer than CHECK_AFTER
+        It is every CHECK_EVERY steps, and more often where these take longer than CHECK_AFTER
         seconds. On a GPU those are left out that come CHECK_NOT_WITHIN seconds after another one.
-        Before a save of --checkpoint-every, too; then `save_due` is true.
+        With --log-interval it is at each line of the log. Before a save of --checkpoint-every, too;
+        then `save_due` is true.
         """
         position = self.position
         steps = position.steps - self.checked_at
@@ -152,7 +159,10 @@ class Run:
             slow = seconds > CHECK_AFTER
         on_gpu = self.device.type != "cpu"
         too_soon = on_gpu and steps * self.stop.seconds_per_step < CHECK_NOT_WITHIN
-        regular = position.multiple_of(self.log_interval) and not too_soon
+        if self.log_interval:
+            regular = position.multiple_of(self.log_interval)
+        else:
+            regular = position.multiple_of(CHECK_EVERY) and not too_soon
         self.save_due = position.multiple_of(self.checkpoint_every)
         if not (slow or self.save_due or regular):
             return False

@@ -56,23 +56,24 @@ def test_slow_steps_do_not_delay_a_stop(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "seconds_per_step", "due"),
+    ("device", "log_interval", "seconds_per_step", "due"),
     [
-        ("cpu", 0.001, [10, 20, 30, 40, 50, 60]),
-        # 20 ms, and then the next multiple of --log-interval.
-        ("cuda", 0.001, [20, 40, 60]),
-        ("cuda", 0.003, [10, 20, 30, 40, 50, 60]),
-        ("cuda", 2.0, [ten + step for ten in range(0, 60, 10) for step in (3, 6, 9, 10)]),
+        ("cpu", None, 0.001, [10, 20, 30, 40, 50, 60]),
+        # 20 ms, and then the next tenth step.
+        ("cuda", None, 0.001, [20, 40, 60]),
+        ("cuda", 15, 0.001, [15, 30, 45, 60]),
+        ("cuda", None, 0.003, [10, 20, 30, 40, 50, 60]),
+        ("cuda", None, 2.0, [ten + step for ten in range(0, 60, 10) for step in (3, 6, 9, 10)]),
     ],
 )
-def test_when_all_ranks_check(device, seconds_per_step, due):
+def test_when_all_ranks_check(device, log_interval, seconds_per_step, due):
     position = Position(EpochSampler(60, 1), 1)
     stop = SimpleNamespace(seconds_per_step=seconds_per_step)
     run = SimpleNamespace(
         position=position,
         device=torch.device(device),
         stop=stop,
-        log_interval=10,
+        log_interval=log_interval,
         checkpoint_every=None,
         all_reduce=lambda values: values,
         checked_at=0,
