@@ -15,7 +15,6 @@ import os
 import statistics
 from pathlib import Path
 
-import model
 import runs
 from tqdm import tqdm
 
@@ -40,7 +39,7 @@ EACH = [
     ("ddp_amp.py, bf16", 2),
 ]
 COMPRESSED = [("ddp_launch.py", 2), *((f"ddp_launch.py, {hook}", 2) for hook in HOOKS)]
-PUBLISHED = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
+SPEED_UPS = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 # name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0:
 # the cores, shared out)
 TRAININGS = {
@@ -51,9 +50,9 @@ TRAININGS = {
     "cifar10-comm-hook": ("cifar10", "convnet", 5, 1, COMPRESSED, 0),
     # the default is 30 epochs; one takes 4 min and a half on two cores with AVX512-BF16
     "cifar10-resnet18": ("cifar10", "resnet18", 18, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
-    # as in the published table of model.py: a process has one GPU there, and one thread here
-    "mnist-32-epochs": ("mnist", "convnet", 32, 1, PUBLISHED, 1),
-    "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, PUBLISHED, 1),
+    # as in the published table (docs/allreduce.md): a process has a GPU there, and a thread here
+    "mnist-32-epochs": ("mnist", "convnet", 32, 1, SPEED_UPS, 1),
+    "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, SPEED_UPS, 1),
 }
 
 
@@ -125,7 +124,7 @@ def markdown(results):
                     len(found),
                 ]
             )
-        if starts == PUBLISHED:
+        if starts == SPEED_UPS:
             columns += ["minutes", "speed-up"]
             taken = [
                 statistics.median(each_seed(result, *start, "seconds")) / 60 for start in starts
@@ -134,20 +133,10 @@ def markdown(results):
                 [*row, f"{own:.1f}", f"{taken[0] / own:.2f}"]
                 for row, own in zip(rows, taken, strict=True)
             ]
-            published = model.PUBLISHED[folder]
-            rows += [
-                [
-                    "published, GPUs",
-                    p,
-                    *"---",
-                    f"{seconds / 60:.1f}",
-                    f"{published[1] / seconds:.2f}",
-                ]
-                for p, seconds in published.items()
-            ]
             below = [
-                "The time is that of training, without validation and start-up. The models and",
-                "GPUs of the published table are unknown: compare the speed-up only.",
+                "The time is that of training, without validation and start-up. "
+                "[allreduce.md](../../docs/allreduce.md#a-published-table-1-to-32-gpus) has a "
+                "published table beside it.",
                 "",
             ]
         share = f"{threads} thread per process" if threads else "all cores"

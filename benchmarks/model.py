@@ -1,22 +1,22 @@
-"""Predict a training step on up to 1,024 processes by an alpha-beta model of the all-reduce, fitted
+"""Predict a training step on several processes by an alpha-beta model of a ring all-reduce, fitted
 to measurements.
 
     python benchmarks/model.py
 
 Reads allreduce-*.json and scaling.json of --out, which allreduce.py and scaling.py have written,
-and writes model.md and model.svg beside them. A message of n bytes takes alpha + n beta seconds
-from one process to the next; an all-reduce over p processes then takes
+and writes model.md beside them. A message of n bytes takes alpha + n beta seconds from one process
+to the next; an all-reduce over p processes in a ring then takes
 
-    ring:  2 (p - 1) alpha + 2 (p - 1)/p n beta      tree:  2 log2(p) (alpha + n beta)
+    2 (p - 1) alpha + 2 (p - 1)/p n beta
 
-and an all-gather or a reduce-scatter takes half as long as the ring (Thakur et al. 2005,
-doi:10.1177/1094342005051521; Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). DDP sends
-buckets as backward fills them. If other hardware does the sending (a GPU's copy engines), it
+and an all-gather or a reduce-scatter half as long (Thakur et al. 2005,
+doi:10.1177/1094342005051521; Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). The ring is
+flat: it does not know that some processes share a machine. DDP sends buckets as backward fills
+them. If other hardware does the sending (a GPU's copy engines), it
 overlaps with backward; on a CPU whose cores are all busy, sending takes time from computing.
 """
 
 import json
-import math
 import statistics
 from pathlib import Path
 
@@ -34,22 +34,13 @@ MIB = 2**20
 BUCKETS = MIB, 25 * MIB
 # The share of backward in a step without communication: it takes twice as long as forward.
 BACKWARD = 2 / 3
-# A published table, {GPUs: seconds for 32 epochs}, from 1 to 32 GPUs. CIFAR-10 is fastest on 8,
-# MNIST on 32. Model, batch and network are unknown; the model and batch here are our recipes'
-# defaults.
-PUBLISHED = {"cifar10": {1: 522.3, 8: 73.5}, "mnist": {1: 499.8, 32: 55.7}}
-EPOCHS, IMAGES, BATCH = 32, {"cifar10": 50_000, "mnist": 60_000}, {"cifar10": 128, "mnist": 64}
-PER_MACHINE = 8
+# Machines with fast links inside reduce there first, so a flat ring over more would be wrong.
+SIZES = [2, 8, 32]
 
 
 def ring(p, size, alpha, beta):
     """Seconds of a ring all-reduce of `size` bytes over `p` processes."""
     return 2 * (p - 1) * alpha + 2 * (p - 1) / p * size * beta
-
-
-def tree(p, size, alpha, beta):
-    """Seconds of an all-reduce that sums up a binary tree and sends the result down again."""
-    return 2 * math.log2(p) * (alpha + size * beta)
 
 
 def half_ring(p, size, alpha, beta):
@@ -193,47 +184,6 @@ def predict(work, p, fits, cores):
     )
 
 
-def published(dataset):
-    """From the published times: (steps on one GPU, seconds of one step, {GPUs: seconds added to
-    it}).
-    """
-    times = PUBLISHED[dataset]
-    steps = EPOCHS * IMAGES[dataset] / BATCH[dataset]
-    one = times[1] / steps
-    return steps, one, {p: seconds * p / steps - one for p, seconds in times.items() if p > 1}
-
-
-def published_model():
-    """(a function (data set, GPUs) -> seconds of the 32 epochs, alpha and beta between machines).
-
-    Between machines, alpha is fitted to MNIST on 32 GPUs, and beta is the smallest with which
-    CIFAR-10 is as slow on 32 as on 8. Within a machine, beta is fitted to CIFAR-10 on 8.
-    """
-    alpha = published("mnist")[2][32] / (2 * 31)
-    size = {
-        "mnist": gradient_bytes("mnist", "convnet"),
-        "cifar10": gradient_bytes("cifar10", "resnet18"),
-    }
-    steps, one, waits = published("cifar10")
-    # Seconds of all-reduce that make 32 as slow as 8.
-    needed = PUBLISHED["cifar10"][8] * 32 / steps - one
-    beta = (needed - ring(32, 0, alpha, 0)) / ring(32, size["cifar10"], 0, 1)
-    within = waits[8] / ring(8, size["cifar10"], 0, 1)
-
-    def seconds(dataset, p):
-        steps, one, _ = published(dataset)
-        if p == 1:
-            return steps * one
-        wait = (
-            ring(p, size[dataset], alpha, beta)
-            if p > PER_MACHINE
-            else ring(p, size[dataset], 0, within)
-        )
-        return steps / p * (one + wait)
-
-    return seconds, alpha, beta
-
-
 def markdown(scaling, fits, works, cores):
     lines = [
         "# A model of the all-reduce, and what it predicts",
@@ -288,28 +238,25 @@ def markdown(scaling, fits, works, cores):
         "",
         "Weak scaling: the batch per process stays the same. Efficiency: the time of one "
         "process's step, divided",
-        "by that of a step of p processes.",
+        "by that of a step of p processes. The ring is flat: one through all processes, with alike "
+        "links. That holds",
+        "for a process per machine. Many processes on machines with faster links inside reduce "
+        "there first, or along",
+        "a tree, and pay less latency: they are not predicted here.",
         "",
     ]
     alpha, beta = fits["gloo", 2]
-    sizes = [2, 8, 32, 128, 1024]
     table = []
     for work in works:
         alone = (work["step"], work["backward"], work["bytes"])
-        for name, form, overlap in (
-            ("ring", ring, False),
-            ("ring, hidden behind backward", ring, True),
-            ("tree", tree, False),
-        ):
+        for name, overlap in (("ring", False), ("ring, hidden behind backward", True)):
             table.append(
                 [
                     work["dataset"],
                     name,
                     *(
                         f"{work['step'] / step(*alone, all_reduce, overlap):.2f}"
-                        for all_reduce in [
-                            lambda n, p=p, form=form: form(p, n, alpha, beta) for p in sizes
-                        ]
+                        for all_reduce in [lambda n, p=p: ring(p, n, alpha, beta) for p in SIZES]
                     ),
                 ]
             )
@@ -320,180 +267,12 @@ def markdown(scaling, fits, works, cores):
                 "FSDP's all-gathers and reduce-scatters",
                 *(
                     f"{work['step'] / (work['step'] + fsdp(p, groups, alpha, beta)):.2f}"
-                    for p in sizes
+                    for p in SIZES
                 ),
             ]
         )
-    names = ["data set", "communication", *(f"{p:,} processes" for p in sizes)]
-    return "\n".join(
-        [
-            *lines,
-            runs.table(names, table, left=2),
-            "",
-            *published_lines(),
-            "",
-            ("![the fit, the prediction and the published table](model.svg)"),
-        ]
-    )
-
-
-def published_lines():
-    """The lines on the published table."""
-    seconds, alpha, beta = published_model()
-    steps = {dataset: f"{published(dataset)[1] * 1e3:.1f} ms ({dataset})" for dataset in PUBLISHED}
-    over_network = ring(16, gradient_bytes("cifar10", "resnet18"), alpha, beta)
-
-    def cell(dataset, p):
-        known = PUBLISHED[dataset].get(p)
-        return f"{seconds(dataset, p):,.1f}" + (f" ({known})" if known else "")
-
-    gpus = [1, 2, 4, 8, 16, 32]
-    return [
-        "## The published table",
-        "",
-        "32 epochs on 1 to 32 GPUs: CIFAR-10 took 522.3 s on one and at best 73.5 s, on 8; MNIST "
-        "499.8 s on one and at",
-        "best 55.7 s, on 32. Its hardware, models and batch are unknown. With those of our "
-        "recipes (ConvNet, batch 64;",
-        f"ResNet-18, batch 128), {PER_MACHINE} GPUs in a machine, alpha = {alpha * 1e6:,.0f} us "
-        "(from MNIST on 32) and",
-        f"a network of {1e-9 / beta:.2f} GB/s (the fastest for which CIFAR-10 is no quicker on "
-        "32 than on 8) the model",
-        "gives, in s (in brackets: the published times, to which alpha and the bandwidths are "
-        "fitted):",
-        "",
-        runs.table(
-            ["data set", *(f"{p} GPU{'s' * (p > 1)}" for p in gpus)],
-            [[dataset, *(cell(dataset, p) for p in gpus)] for dataset in PUBLISHED],
-        ),
-        "",
-        f"On one GPU a step takes {' and '.join(steps.values())}. On p GPUs an epoch has p times "
-        "fewer steps, so",
-        "more GPUs help as long as a step takes less than p times as long. Within a machine "
-        "CIFAR-10's grows by",
-        f"{published('cifar10')[2][8] * 1e3:.1f} ms on 8 GPUs. The all-reduce over the network "
-        "takes "
-        f"{over_network * 1e3:.0f} ms on 16, more than the step itself:",
-        "16 GPUs are slower than 8. For a small model only alpha counts, which the ring pays 2 "
-        "(p - 1) times.",
-    ]
-
-
-def panels(columns):
-    """(figure, [axes]) of matplotlib, side by side."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(
-        {
-            "svg.hashsalt": "recipes",
-            "svg.fonttype": "none",
-            "font.family": "sans-serif",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "legend.frameon": False,
-        }
-    )
-    return plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained")
-
-
-def draw(arguments, measured, fits, works):
-    fig, (left, middle, right) = panels(3)
-    for number, result in enumerate(measured):
-        key = result["backend"], result["processes"]
-        sizes = [point["bytes"] for point in result["sizes"]]
-        color = f"C{number}"
-        left.plot(
-            sizes,
-            [1e3 * point["seconds"] for point in result["sizes"]],
-            "o",
-            color=color,
-            markersize=4,
-            label=f"{key[0]}, {key[1]} processes",
-        )
-        left.plot(sizes, [1e3 * ring(key[1], size, *fits[key]) for size in sizes], color=color)
-    left.set(
-        xscale="log",
-        yscale="log",
-        title=("all-reduce: measured, and alpha-beta fit"),
-        xlabel="bytes",
-        ylabel="ms",
-    )
-    left.legend()
-    alpha, beta = fits["gloo", 2]
-    processes = [2**k for k in range(11)]
-    for number, work in enumerate(works):
-        for form, overlap, style in ((ring, False, "-"), (ring, True, "--"), (tree, False, ":")):
-            steps = [
-                step(
-                    work["step"],
-                    work["backward"],
-                    work["bytes"],
-                    lambda n, p=p, form=form: form(p, n, alpha, beta),
-                    overlap,
-                )
-                for p in processes
-            ]
-            name = f"{work['dataset']}, {form.__name__}{', hidden' if overlap else ''}"
-            middle.plot(
-                processes,
-                [work["step"] / seconds for seconds in steps],
-                style,
-                color=f"C{number}",
-                label=name,
-            )
-        on_cores = {
-            p: seconds
-            for p, seconds in work["measured"].items()
-            if p <= measured[0]["hardware"]["cores"]
-        }
-        middle.plot(
-            list(on_cores),
-            [work["step"] / seconds for seconds in on_cores.values()],
-            "o",
-            color=f"C{number}",
-        )
-    middle.set(
-        xscale="log",
-        xticks=[1, 4, 16, 64, 256, 1024],
-        xticklabels=["1", "4", "16", "64", "256", "1,024"],
-        ylim=(0, 1.05),
-        title=("weak scaling, a core per process (dots: measured)"),
-        xlabel="processes",
-        ylabel="efficiency",
-    )
-    middle.legend()
-    seconds, _, _ = published_model()
-    gpus = [1, 2, 4, 8, 16, 24, 32]
-    for number, (dataset, times) in enumerate(PUBLISHED.items()):
-        right.plot(
-            gpus, [seconds(dataset, p) for p in gpus], color=f"C{number}", label=f"{dataset}, model"
-        )
-        right.plot(
-            list(times),
-            list(times.values()),
-            "o",
-            color=f"C{number}",
-            label=f"{dataset}, published",
-        )
-    right.set(
-        xscale="log",
-        yscale="log",
-        xticks=[1, 2, 4, 8, 16, 32],
-        xticklabels=["1", "2", "4", "8", "16", "32"],
-        yticks=[50, 100, 200, 500],
-        yticklabels=["50", "100", "200", "500"],
-        title="the published table: 32 epochs",
-        xlabel="GPUs",
-        ylabel="s",
-    )
-    right.minorticks_off()
-    right.legend()
-    fig.savefig(arguments.out / "model.svg", metadata={"Date": None}, facecolor="white")
+    names = ["data set", "communication", *(f"{p:,} processes" for p in SIZES)]
+    return "\n".join([*lines, runs.table(names, table, left=2)])
 
 
 def read(folder):
@@ -523,7 +302,6 @@ def main():
     text = markdown(scaling, fits, works, cores=measured[0]["hardware"]["cores"])
     (arguments.out / "model.md").write_text(text + "\n")
     print(text)
-    draw(arguments, measured, fits, works)
 
 
 if __name__ == "__main__":

@@ -153,3 +153,11 @@ def test_sizes_of_the_gradients():
         assert parameters == f"{count:,}"
         assert size == f"{4 * count / 1e6:.2f} MB"
         assert sent == f"{4 * count * 2 * 7 / 8 / 1e6:.2f} MB"
+
+
+def test_speed_ups_of_the_published_table():
+    rows = [list(map(float, row[:3] + row[4:6])) for row in table("allreduce.md", "GPUs")]
+    first = rows[0]
+    for row in rows:
+        for seconds, speed_up in ((1, 2), (3, 4)):
+            assert row[speed_up] == round(first[seconds] / row[seconds], 2)
