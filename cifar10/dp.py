@@ -214,7 +214,8 @@ def main():
         # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": cifar.METADATA,
     }
-    strategy = f"DataParallel, {len(gpus)} GPUs"
+    # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
+    strategy = f"DataParallel, batch over {len(gpus)} GPU(s)" if gpus else "DataParallel, no GPU"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(
         args,

@@ -259,7 +259,8 @@ def main():
     if args.accumulate > 1:
         batch_size = train.sampler.batch_size // args.accumulate
         lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")
-    strategy = f"DataParallel, {len(gpus)} GPUs"
+    # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
+    strategy = f"DataParallel, batch over {len(gpus)} GPU(s)" if gpus else "DataParallel, no GPU"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(
         args,
