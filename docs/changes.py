@@ -26,7 +26,8 @@ HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist
 
 The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons.
 The number is that of the new line; removed lines are ~~struck out~~. Docstrings and imports are
-left out. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do,
+left out. A line without a reason goes with the one above it, or only hands on what is explained
+elsewhere. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do,
 for their own flags. [strategies.md](strategies.md) says what each strategy does.
 """
 
@@ -75,22 +76,49 @@ def comment_above(lines, number):
     return " ".join(line.strip().removeprefix("# ") for line in lines[first : number - 1])
 
 
-def groups_of(new, lines):
-    """Group new lines by the reason above them: [(number of the first, lines of code, reason)].
+def ends_of_statements(text):
+    """{first line: last line} of each statement, and of each line within one, from 1."""
+    ends = {}
+    # Outer ones come first, so the innermost statement around a line decides.
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt):
+            ends.update(dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.end_lineno))
+    return ends
 
-    A reason covers the lines up to the next comment. `lines` are those of the whole file.
+
+def groups_of(new, text):
+    """Group new lines by the reason above them: [[number of the first, lines of code, reason]].
+
+    A reason covers a statement with its block, up to the next comment. The header of a block that
+    has none takes that of the block. `text` is that of the whole file.
     """
+    lines = text.splitlines()
+    ends = ends_of_statements(text)
     groups = []
     begins = True
+    last = 0
     for number, line in new:
         if is_comment(line):
             begins = True
             continue
-        if begins:
-            groups.append((number, [], comment_above(lines, number)))
+        if begins or number > last:
+            reason = comment_above(lines, number)
+            # A decorator is a line of its own.
+            last = ends.get(number, number)
+            before = groups[-1] if groups else None
+            if begins and before and is_bare_header(before) and indent(line) > indent(before[1][0]):
+                before[2] = reason
+            else:
+                groups.append([number, [], reason])
             begins = False
         groups[-1][1].append(line)
     return groups
+
+
+def is_bare_header(group):
+    """Whether a group is the header of a block, without a reason."""
+    _, codes, reason = group
+    return codes[-1].endswith(":") and not reason
 
 
 def indent(line):
@@ -106,11 +134,11 @@ def likeness(old, new):
 def table(path, different):
     """The rows of a Markdown table of what `changes` gives for `path`: where, the code, why."""
     rows = ["| line | code | why |", "| --- | --- | --- |"]
-    lines = path.read_text().splitlines()
+    text = path.read_text()
     # What has only moved is not struck out.
     kept = {line.strip() for _, new in different for _, line in new}
     for old, new in different:
-        groups = groups_of(new, lines)
+        groups = groups_of(new, text)
         gone = [[] for _ in groups]
         for line in [line.strip() for line in old if not is_comment(line)]:
             if line in kept:
