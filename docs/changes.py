@@ -77,9 +77,9 @@ def comment_above(lines, number):
 
 
 def ends_of_statements(text):
-    """{first line: last line} of each statement, and of each line within one, from 1."""
+    """{line: the last line of the innermost statement that it is in}, from 1."""
     ends = {}
-    # Outer ones come first, so the innermost statement around a line decides.
+    # ast.walk begins with the outer ones.
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.stmt):
             ends.update(dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.end_lineno))

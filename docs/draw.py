@@ -102,7 +102,7 @@ def collectives():
 
     Reduce-scatter and all-gather make an all-reduce.
     """
-    everyone, each = [0, 1, 2, 3], range(4)
+    everyone = [0, 1, 2, 3]
     kinds = {  # name: what rank r has in part k before, and after
         "broadcast": (lambda r, k: [0] if r == 0 else [], lambda r, k: [0]),
         "reduce-scatter": (lambda r, k: [r], lambda r, k: everyone if r == k else []),
@@ -110,6 +110,55 @@ def collectives():
         "all-reduce": (lambda r, k: [r], lambda r, k: everyone),
     }
     drawing = Drawing(880, 400, "What each of four ranks has before and after a collective")
+    before_and_after(drawing, kinds)
+    drawing.text(789, 44, "barrier", weight="bold")
+    for rank, (length, color) in enumerate(zip((120, 70, 176, 96), RANKS, strict=True)):
+        x = 724 + rank * 34
+        drawing.text(x + 14, 80, f"{rank}", size=12, color=QUIET)
+        drawing.box(x, 92, 28, length, color, radius=0)
+        if length < 170:
+            drawing.line(x + 14, 92 + length + 4, x + 14, 266, tips="none", dashes="3 3")
+        drawing.line(x + 14, 276, x + 14, 318)
+    drawing.line(716, 271, 862, 271, tips="none", color=INK)
+    colours_of_ranks(drawing)
+    drawing.text(789, 363, "the first wait for the last", size=12, color=QUIET)
+    return drawing.svg()
+
+
+def more_collectives():
+    """What the recipes do not use: three collectives with rank 0 as the root, and a message."""
+    everyone = [0, 1, 2, 3]
+    kinds = {  # name: what rank r has in part k before, and after
+        "reduce": (lambda r, k: [r], lambda r, k: everyone if r == 0 else []),
+        "gather": (
+            lambda r, k: [r] if r == k else [],
+            lambda r, k: [k] if r == 0 or r == k else [],
+        ),
+        "scatter": (
+            lambda r, k: [k] if r == 0 else [],
+            lambda r, k: [k] if r == 0 or r == k else [],
+        ),
+        "send, recv": (
+            lambda r, k: [1] if r == 1 and k == 0 else [],
+            lambda r, k: [1] if r in (1, 2) and k == 0 else [],
+        ),
+    }
+    drawing = Drawing(880, 400, "Reduce, gather and scatter with rank 0 as root, and one message")
+    before_and_after(drawing, kinds)
+    colours_of_ranks(drawing)
+    for y, line in (
+        (130, "reduce, gather: to rank 0"),
+        (154, "scatter: from rank 0"),
+        (178, "send, recv: rank 1 to rank 2,"),
+        (202, "the others do nothing"),
+    ):
+        drawing.text(716, y, line, size=12, color=QUIET, anchor="start")
+    return drawing.svg()
+
+
+def before_and_after(drawing, kinds):
+    """A column for each of `kinds`: the four parts of what each of four ranks has."""
+    each = range(4)
     for column, (name, states) in enumerate(kinds.items()):
         left = 92 + column * 158
         drawing.text(left + 65, 44, name, weight="bold")
@@ -122,22 +171,14 @@ def collectives():
         drawing.line(left + 65, 190, left + 65, 222)
     for top, label in ((76, "rank"), (140, "before"), (280, "after")):
         drawing.text(76, top + 4, label, size=12, color=QUIET, anchor="end")
-    drawing.text(789, 44, "barrier", weight="bold")
-    for rank, (length, color) in enumerate(zip((120, 70, 176, 96), RANKS, strict=True)):
-        x = 724 + rank * 34
-        drawing.text(x + 14, 80, f"{rank}", size=12, color=QUIET)
-        drawing.box(x, 92, 28, length, color, radius=0)
-        if length < 170:
-            drawing.line(x + 14, 92 + length + 4, x + 14, 266, tips="none", dashes="3 3")
-        drawing.line(x + 14, 276, x + 14, 318)
-    drawing.line(716, 271, 862, 271, tips="none", color=INK)
+
+
+def colours_of_ranks(drawing):
     for rank, color in enumerate(RANKS):
         drawing.box(92 + rank * 104, 350, 16, 16, color, radius=0)
         drawing.text(116 + rank * 104, 363, f"of rank {rank}", size=12, color=QUIET, anchor="start")
-    drawing.chunk(508, 350, 28, 16, everyone)
+    drawing.chunk(508, 350, 28, 16, range(4))
     drawing.text(544, 363, "the sum of all four", size=12, color=QUIET, anchor="start")
-    drawing.text(789, 363, "the first wait for the last", size=12, color=QUIET)
-    return drawing.svg()
 
 
 def ring():
@@ -327,7 +368,8 @@ def gpu(drawing, x, y, number, holds):
 
 
 DRAWINGS = {
-    drawing.__name__: drawing for drawing in (ranks, collectives, ring, batch, strategies, sharding)
+    drawing.__name__: drawing
+    for drawing in (ranks, collectives, more_collectives, ring, batch, strategies, sharding)
 }
 
 
