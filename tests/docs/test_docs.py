@@ -161,3 +161,17 @@ def test_speed_ups_of_the_published_table():
     for row in rows:
         for seconds, speed_up in ((1, 2), (3, 4)):
             assert row[speed_up] == round(first[seconds] / row[seconds], 2)
+
+
+@pytest.mark.check
+def test_the_steps_of_tutorials_are_in_the_files():
+    """What a row says to search for is in the file that it links."""
+    page = ROOT / "docs" / "from-a-tutorial.md"
+    found = 0
+    for row in re.findall(r"^\| [^|]+ \| \[.+?\]\((.+?)\) \| (.*?) \| ", page.read_text(), re.M):
+        path, to_search = row
+        text = (page.parent / path).read_text()
+        for code in re.findall(r"`([^`]+)`", to_search):
+            assert code in text, f"{path} has no {code}"
+            found += 1
+    assert found > 30
