@@ -34,7 +34,7 @@ import torch
 
 from mnist import digits
 
-PUBLISHED = {"mnist": "55.7 s on 32 GPUs", "cifar10": "73.5 s on 8 GPUs"}  # 32 epochs
+PUBLISHED = {"mnist": "55.7 s on 32 GPUs", "cifar10": "73.5 s on 8 GPUs"}  # docs/allreduce.md
 # Dense TFLOP/s: fp32, TF32, bf16.
 PEAK = {"H100": (67, 495, 989), "H200": (67, 495, 989), "A100": (19.5, 156, 312)}
 PROBE = "benchmarks/probe.py"
