@@ -1,7 +1,7 @@
 """Train on CIFAR-10 with Horovod, one process per device, started by horovodrun or mpirun.
 
     horovodrun -np 2 python cifar10/hvd.py
-    horovodrun --gloo -np 2 python cifar10/hvd.py
+    horovodrun --gloo -np 2 python cifar10/hvd.py --amp-dtype bf16
     mpirun -np 2 --bind-to none --map-by slot python cifar10/hvd.py --fp16-allreduce
     mpirun -np 2 --bind-to none --map-by slot python cifar10/hvd.py --use-adasum
 
@@ -34,6 +34,9 @@ from common.process import launch
 from common.ranks import require_same
 from common.run import Run
 from common.weights import init_from
+
+# amp: fp16 has more digits, bf16 more range.
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_args():
@@ -80,6 +83,8 @@ def parse_args():
     add("--fp16-allreduce", action="store_true", help="send gradients as fp16")
     # dist: instead of averaging.
     add("--use-adasum", action="store_true", help="reduce gradients by Adasum")
+    # amp: as in ddp_amp.py, but fp32 if not given.
+    add("--amp-dtype", choices=AMP_DTYPES, help="16-bit type of products, with torch.amp")
     flags.add_run_flags(parser)
     args = parser.parse_args()
     if args.lr is None:
@@ -102,6 +107,31 @@ def load_data(args, device, rank, world_size):
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
+# amp: within it products are in 16 bits, and the loss is in fp32.
+def autocast(args, device):
+    """torch.amp's context in the type of --amp-dtype, which does nothing without it."""
+    return torch.autocast(device.type, AMP_DTYPES.get(args.amp_dtype), args.amp_dtype is not None)
+
+
+# dist: scaler.step(optimizer) alone looks for overflows before the gradients of other ranks have
+# come, so that some ranks would skip a step that others take.
+def take_step(optimizer, scaler):
+    """Average the gradients of all ranks, and take a step with them."""
+    # Adasum's optimizer has no other way.
+    if not scaler.is_enabled():
+        optimizer.step()
+        return
+    # dist: waits for the all-reduces that backward has started.
+    optimizer.synchronize()
+    # amp: divides by the scale, and finds the same overflows on all ranks. Clipping comes after it.
+    scaler.unscale_(optimizer)
+    # dist: else step() would all-reduce once more.
+    with optimizer.skip_synchronize():
+        # amp: skips the step if a gradient overflowed, and then lowers the scale.
+        scaler.step(optimizer)
+    scaler.update()
+
+
 # dist: adds up in place, as dist.all_reduce does.
 def all_reduce(tensor):
     # dist: Horovod is fast where a name always means a tensor of the same size.
@@ -117,15 +147,18 @@ def text(result):
     return f"loss {result['loss']:.4f} acc {result['accuracy']:.2%}"
 
 
-def make_step(model, optimizer, sums):
+def make_step(args, model, optimizer, scaler, sums):
     """Return the function that trains on a batch: all that the device does in a step."""
 
     def step(images, labels):
         optimizer.zero_grad()
-        logits = model(cifar.normalise(images))
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        optimizer.step()
+        # amp: forward and loss only.
+        with autocast(args, images.device):
+            logits = model(cifar.normalise(images))
+            loss = F.cross_entropy(logits, labels)
+        # amp: else small fp16 gradients become 0.
+        scaler.scale(loss).backward()
+        take_step(optimizer, scaler)
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss.detach() * len(labels), correct=correct)
 
@@ -141,8 +174,10 @@ def evaluate(args, model, val, device, watchdog):
     sums = Sums(device, "loss", "correct", "images")
     for batch in watchdog.watch(val.loader):
         images, labels = to_device(batch, device)
-        logits = model(cifar.normalise(images))
-        loss = F.cross_entropy(logits, labels)
+        # amp: as in training.
+        with autocast(args, device):
+            logits = model(cifar.normalise(images))
+            loss = F.cross_entropy(logits, labels)
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
         if args.dry_run:
@@ -195,6 +230,8 @@ def check_horovod(args, device):
             "--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes "
             "(with NCCL: machines)"
         )
+    if args.use_adasum and args.amp_dtype == "fp16":
+        raise InputError("--use-adasum takes no scaled gradients: use --amp-dtype bf16 with it")
 
 
 # dist: the rate grows with the gradients that are averaged. Adasum averages none, but with NCCL
@@ -265,11 +302,13 @@ def main():
     torch.manual_seed(args.seed)
     model, optimizer, lines = build(args, device, world_size)
     position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
+    # amp: scales the loss, for fp16; bf16 has the range and needs none.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp_dtype == "fp16")
     # From --lr up to the rate of each parameter group, and then down to 0.
     rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
     lines += rates.warn_if_short(position)
     sums = Sums(device, "loss", "correct", "images")
-    step = make_step(model, optimizer, sums)
+    step = make_step(args, model, optimizer, scaler, sums)
     best = Best()
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {
@@ -278,9 +317,14 @@ def main():
         "position": position,
         "sums": sums,
         "best": best,
+        # amp: with the scale of the loss.
+        "scaler": scaler,
         # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": cifar.METADATA,
     }
+    # amp: a CPU without 16-bit units computes right, but slowly.
+    if args.amp_dtype:
+        lines += devices.warn_if_slow(device, AMP_DTYPES[args.amp_dtype])
     # dist: what carries its messages.
     kind = "MPI" if hvd.mpi_enabled() else "Gloo"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
@@ -297,6 +341,8 @@ def main():
         world_size=world_size,
         # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
         all_reduce=all_reduce,
+        # amp: a recipe without a scaler may have saved.
+        optional=("scaler",),
     )
     while not position.over:
         model.train()

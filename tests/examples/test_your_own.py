@@ -465,7 +465,7 @@ def test_horovod(name, single, tmp_path):
     need_horovod("gloo")
     flags = f"{EXAMPLES[name]} {SMALL}"
     folder, expected = single(name, flags)
-    conflicts, text = merged(folder / f"{name}.py", ROOT / "mnist" / "hvd.py")
+    conflicts, text = merged(folder / f"{name}.py", ROOT / "mnist" / "hvd.py", "--theirs")
     assert conflicts == 0
     clipping, reduction = blocks("### Horovod", "diff")
     if name == "language_model":

@@ -315,7 +315,8 @@ def test_fp16(dataset, tmp_path):
     assert last < first
 
 
-def test_fp16_skips_the_first_step(tmp_path):
+@pytest.mark.parametrize("name", ["ddp_amp.py", "hvd.py"])
+def test_fp16_skips_the_first_step(name, tmp_path):
     """Its gradient overflows when the scaler multiplies it by 65536.
 
     Fused SGD then leaves its momentum unset.
@@ -323,8 +324,9 @@ def test_fp16_skips_the_first_step(tmp_path):
     flags = (
         "--model convnet --synthetic 96 -b 2 --epochs 1 --lr 1e-4 --log-dir log --amp-dtype fp16"
     )
-    pretended(ROOT / "mnist" / "ddp_amp.py", flags, tmp_path)
+    pretended(ROOT / "mnist" / name, flags, tmp_path)
     assert checkpoint(tmp_path / "log")["scaler"]["scale"] < 65536
+    assert losses(tmp_path / "log")[0] < 3
 
 
 SYNC_BN = (
