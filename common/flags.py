@@ -57,6 +57,9 @@ MAY_CHANGE = frozenset(
     }
 )
 
+# How ddp_spawn.py, and many a tutorial, is told which processes to start.
+OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
+
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
@@ -87,7 +90,13 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str):
-        raise InputError(f"{message} (--help lists the flags)")
+        hint = "--help lists the flags"
+        if message.startswith("unrecognized") and OF_DDP_SPAWN & set(re.split("[ =]", message)):
+            hint = (
+                "ddp_spawn.py has them; for torchrun write --nnodes, --nproc-per-node and "
+                "--node-rank before the script"
+            )
+        raise InputError(f"{message} ({hint})")
 
 
 def with_home(word: str) -> str:

@@ -170,6 +170,8 @@ def test_docstring_command(group, data, tmp_path):
         started.append(start(command, tmp_path, MASTER_PORT=port))
     status = [job.finish() for job in started]
     output = "".join(job.output() for job in started)
+    # Gloo of torch 2.8 says that it has connected, sometimes two ranks in the same line.
+    output = re.sub(r"^(.* peer ranks.*)?\n", "", output, flags=re.MULTILINE)
     assert status == [0] * len(group), output
     pattern = "".join(rf"epoch {epoch}: accuracy \d+\.\d\d%\n" for epoch in (1, 2, 3))
     assert re.fullmatch(pattern, output), output

@@ -41,6 +41,8 @@ def test_no_data_and_no_network(tmp_path, monkeypatch):
         ("--lr 0", ["--lr: 0"]),
         ("--epoch 3", ["--epoch 3"]),
         ("--workers 2", ["--workers 2"]),
+        ("-n 1 -g 2 -nr 0", ["-g 2", "torchrun", "--nproc-per-node"]),
+        ("--gpus=2", ["--gpus=2", "torchrun"]),
         ("--model resnet5", ["resnet5", "convnet", "lenet"]),
         ("--batch-size 10000", ["one batch of 10000"]),
         ("--resume nowhere.pt", ["--resume nowhere.pt", os.strerror(2)]),
