@@ -22,21 +22,13 @@ LOCAL_SIZES = (
     "SLURM_STEP_TASKS_PER_NODE",
 )
 
-# As in requirements.txt. NVIDIA's containers call theirs 2.8.0a0, which comes after 2.8.dev.
-OLDEST_TORCH = "2.8"
-
 
 def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """The device for process `local_rank` of `local_world_size` on this machine.
 
     `name` is a type, such as cuda or cpu, one device, such as cuda:1, or auto.
-    Raises InputError if there are fewer devices than processes, or torch is too old.
+    Raises InputError if there are fewer devices than processes.
     """
-    if torch.__version__ < f"{OLDEST_TORCH}.dev":
-        raise InputError(
-            f"torch {torch.__version__} is too old: install {OLDEST_TORCH} or newer with "
-            "pip install -r requirements.txt"
-        )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = accelerator.type if accelerator else "cpu"
     try:

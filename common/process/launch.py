@@ -33,6 +33,8 @@ SIZES = (
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
 )
+# As in requirements.txt.
+OLDEST_TORCH = "2.8"
 # Enough for any run, and few enough for programs that close all one by one.
 OPEN_FILES = 65_536
 # What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
@@ -88,6 +90,10 @@ def plain_exits():
     notebook or a profiler, that goes on afterwards, and finds the process as it was.
     """
     die_with_parent()
+    # A container may have 2.8.0a0, which comes before 2.8, and after 2.8.dev.
+    if torch.__version__ < f"{OLDEST_TORCH}.dev":
+        too_old = f"torch {torch.__version__} is too old: {OLDEST_TORCH} is the oldest that works"
+        end_with_a_line(InputError(f"{too_old} (docs/install.md)"))
     allow_open_files()
     if within_other_code():
         with given_back():

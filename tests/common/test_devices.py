@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from launch import need
-from recipes import ROOT
-from torch.torch_version import TorchVersion
 
 from common import devices
 from common.errors import InputError
@@ -26,16 +24,6 @@ def test_channels_last_hands_on_all_inputs():
     devices.use_channels_last(model)
     images = torch.ones(2, 3, 4, 4)
     assert model(images, torch.full((4, 4), 2.0), scale=3).unique().tolist() == [6]
-
-
-def test_an_old_torch_is_refused(monkeypatch):
-    assert f"torch>={devices.OLDEST_TORCH}\n" in (ROOT / "requirements.txt").read_text()
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1+cu126"))
-    with pytest.raises(InputError, match=r"torch 2\.7\.1\+cu126 is too old"):
-        devices.pick("cpu")
-    # As an NVIDIA container's.
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0a0+5228986c39.nv25.06"))
-    assert devices.pick("cpu") == torch.device("cpu")
 
 
 def test_a_cpu_without_16_bit_units_says_so(monkeypatch):

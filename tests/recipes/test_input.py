@@ -11,10 +11,12 @@ import torch
 from forked import compute, refused
 from launch import Job, checkpoint, need_horovod, refused_here, run
 from recipes import ROOT, commands
+from torch.torch_version import TorchVersion
 from torchvision.datasets import MNIST
 
 from cifar10 import cifar
 from common import checkpoint as checkpoints
+from common.process.launch import OLDEST_TORCH
 
 SINGLE = f"python {ROOT}/mnist/single.py"
 SPAWN = f"python {ROOT}/mnist/ddp_spawn.py"
@@ -66,6 +68,15 @@ def test_wrong_flag(flags, says, tmp_path, monkeypatch):
     line = refused_here(f"mnist/single.py --synthetic 320 {flags}", tmp_path)
     for part in says:
         assert part in line
+
+
+def test_an_old_torch(tmp_path, monkeypatch):
+    assert f"torch>={OLDEST_TORCH}\n" in (ROOT / "requirements.txt").read_text()
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.7.1+cu126"))
+    assert "torch 2.7.1+cu126 is too old" in refused_here("mnist/ddp_spawn.py", tmp_path)
+    # That of a container is new enough.
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0a0+5228986c39.nv25.6"))
+    assert "--batch-size" in refused_here("mnist/ddp_spawn.py --batch-size 0", tmp_path)
 
 
 def test_global_batch_that_does_not_divide(tmp_path):
