@@ -289,6 +289,11 @@ class Reader:
         )
         self.run(f"{command} --simulate")
 
+    def pip(self, command):
+        """tests/requirements.txt brought what it installs."""
+        installs = command.startswith("pip install")
+        self.run(f"{command} --dry-run --no-index" if installs else command)
+
     def tensorboard(self, command):
         job = Job(f"exec {command} --port 0", self.folder)
         job.wait_for("http://")
@@ -330,9 +335,7 @@ OWN_WAY = {
     "apt-get": Reader.apt_get,
     "kill": Reader.kill,
     "make": Reader.make,
-    "pip": lambda reader, command: reader.run(
-        f"{command} --dry-run --no-index"
-    ),  # tests/requirements.txt brought it
+    "pip": Reader.pip,
     "sinfo": Reader.on_cluster,
     "srun": Reader.on_cluster,
     "tensorboard": Reader.tensorboard,
