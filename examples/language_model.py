@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/language_model.py --max-steps 300 --eval-every 100
     torchrun --nproc-per-node=2 examples/language_model.py --text shakespeare.txt
+    python scripts/prove.py torchrun --nproc-per-node=2 examples/language_model.py --device cpu
 
 Read it beside mnist/ddp_launch.py. A token is a byte of the text in UTF-8.
 """

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/regression.py
     torchrun --nproc-per-node=2 examples/regression.py --table houses.csv
+    python scripts/prove.py torchrun --nproc-per-node=2 examples/regression.py --device cpu
 
 Read it beside mnist/ddp_launch.py.
 """

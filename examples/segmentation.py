@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=2 examples/segmentation.py
     torchrun --nproc-per-node=2 examples/segmentation.py --synthetic 2000 --workers 2
+    python scripts/prove.py torchrun --nproc-per-node=2 examples/segmentation.py --device cpu
 
 Read it beside mnist/ddp_launch.py.
 """
