@@ -16,6 +16,7 @@ job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
 [ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # it first copies archives to the nodes, and then becomes the command
+[ -z "${STAGE_ENV:-}" ] || set -- slurm/stage_env.sh "$@"  # and so does this one, with the environment
 usage=
 if [ -n "${USAGE:-}" ]; then  # the folder for what each node measures of itself, beside the command
     srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 python scripts/usage.py "$USAGE" &

@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import psutil
@@ -112,6 +114,38 @@ def test_staged_archives(cluster, tmp_path):
     assert "making the index" not in log
     assert log.count("epoch 1/1: ") == 1
     assert not list(staged.glob(".partial*"))
+
+
+WHERE = """
+import shutil
+import sys
+
+print(sys.prefix, shutil.which("torchrun"))
+"""
+
+
+def test_staged_environment(cluster, tmp_path):
+    """torchrun, and the Python of each rank, are those that were unpacked. They import torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    # All packages would take 5 GB.
+    (packages / "all.pth").write_text(sysconfig.get_paths()["purelib"])
+    torchrun = Path(sys.executable).with_name("torchrun").read_text()
+    (tmp_path / "env" / "bin" / "torchrun").write_text(
+        torchrun.replace(torchrun.splitlines()[0], f"#!{tmp_path}/env/bin/python3")
+    )
+    (tmp_path / "env" / "bin" / "torchrun").chmod(0o755)
+    subprocess.run(["tar", "-cf", "env.tar", "-C", "env", "."], cwd=tmp_path, check=True)
+    shutil.rmtree(tmp_path / "env")
+    (tmp_path / "where.py").write_text(WHERE)
+    disk = str(tmp_path / "disk")
+    flags = "--nodes=2 --gpus-per-node=1 --cpus-per-task=1 slurm/ddp_2nodes.sh where.py"
+    job = SlurmJob(cluster, tmp_path, flags, STAGE_ENV="env.tar", SLURM_TMPDIR=disk)
+    log = job.finish()
+    staged = f"{disk}/env-{job.id}"
+    assert log.count(f"{staged} {staged}/bin/torchrun\n") == 2
+    job = SlurmJob(cluster, tmp_path, flags, STAGE_ENV="none.tar", SLURM_TMPDIR=disk)
+    assert "STAGE_ENV=none.tar: there is no such file" in one_line(job.finish("FAILED"))
 
 
 def test_staging_without_archives(cluster, tmp_path):
