@@ -57,6 +57,8 @@ ELSEWHERE = {
     "STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet": (
         "a smaller model"
     ),
+    "tar -cf /shared/env.tar -C .venv .": "7 GB",
+    "STAGE_ENV=/shared/env.tar sbatch slurm/ddp_2nodes.sh": "with a small environment",
     "scancel --signal=USR2 JOBID": "a job has to hang",
     "scancel --batch --signal=USR2 JOBID": "a job has to hang",
     "sbatch --partition=gpu --account=me --nodes=4 --gpus-per-node=8 --cpus-per-task=64 "
@@ -69,6 +71,8 @@ ELSEWHERE = {
     "torchrun --nproc-per-node=2 scripts/doctor.py --recipe ../my_project/train.py": (
         "it has to be there"
     ),
+    # tests/scripts/test_scripts.py has this
+    "python scripts/usage.py runs/usage &": "it has to be ended",
     # tests/scripts/test_prove.py has this
     "python scripts/prove.py torchrun --nproc-per-node=2 ../my_project/train.py": (
         "it has to be there"

@@ -1,5 +1,6 @@
 """A run that was killed and resumed ends with exactly the weights of an undisturbed one."""
 
+import importlib.util
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from launch import (
     evaluations,
     free_port,
     largest_difference,
+    need,
     need_horovod,
     place,
     random_seed,
@@ -29,8 +31,8 @@ from common import checkpoint as checkpoints
 
 # How often each run is killed. ddp_spawn.py is started as a user does, which takes longest.
 # DEFAULTS has one under MPI.
-KILLS = {"single": 3, "ddp_spawn": 1, "ddp_launch": 1, "hvd_gloo": 1}
-RUNS = {"single": "mnist", "ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
+KILLS = {"ddp_spawn": 1, "ddp_launch": 1, "hvd_gloo": 1}
+RUNS = {"ddp_spawn": "cifar10", "ddp_launch": "imagenet", "hvd_gloo": "cifar10"}
 EPOCHS, STEPS = 4, 8  # global batches of 128
 # Steps from one checkpoint to the next.
 EVERY = 3
@@ -93,7 +95,7 @@ def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
     dataset = RUNS[strategy]
     flags = (
-        f"-b {128 if strategy == 'single' else 64} --lr 0.005 --synthetic {128 * STEPS} --epochs "
+        f"-b 64 --lr 0.005 --synthetic {128 * STEPS} --epochs "
         f"{EPOCHS} --wd 5e-4 "
         f"--model convnet --device cpu --checkpoint-every {EVERY} {small(dataset)} --resume auto"
     )
@@ -118,6 +120,30 @@ def test_kills(strategy, tmp_path):
     assert "skipped" not in output
     assert place(checkpoint(tmp_path / "whole")) == (EPOCHS, 0)
     assert_same_run(tmp_path / "whole", folder)
+
+
+# The tensors of a checkpoint, by their checksums. torch would take seconds to load.
+RESULT = """
+import sys
+import zipfile
+
+entries = zipfile.ZipFile(sys.argv[1]).infolist()
+print([entry.CRC for entry in entries if "/data/" in entry.filename])
+"""
+
+
+def test_ckpt_chaos(tmp_path):
+    """Killed before a file event, with a torn file, and by SIGTERM: the same weights at the end."""
+    need(importlib.util.find_spec("ckpt_chaos"), "pip install ckpt-chaos")
+    (tmp_path / "result.py").write_text(RESULT)
+    recipe = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 2"
+    said = run(
+        f"ckpt-chaos run --work work --modes before,torn,term --max-points 3 "
+        "--result-cmd 'python result.py {out}/last.pt' -- "
+        f"{recipe} --checkpoint-every 4 --resume auto --log-dir {{out}}",
+        tmp_path,
+    )
+    assert re.findall(r"^([A-Z_]+): \d+$", said, re.M) == ["PASS"]
 
 
 # The recipes with the models that they have by default: checkpoints of 89 MB, and of 205 MB.
