@@ -217,14 +217,14 @@ def check_horovod(args, device):
             "Horovod was built without NCCL: run scripts/install_horovod.sh again, "
             "or use --device cpu"
         )
+    if args.use_adasum and args.amp_dtype == "fp16":
+        raise InputError("--use-adasum takes no scaled gradients: use --amp-dtype bf16 with it")
     groups = hvd.size() // averaged(args, device)
     if args.use_adasum and not (hvd.mpi_enabled() and groups.bit_count() == 1):
         raise InputError(
             "--use-adasum needs MPI (mpirun, horovodrun --mpi) and 2, 4, 8... processes "
             "(with NCCL: machines)"
         )
-    if args.use_adasum and args.amp_dtype == "fp16":
-        raise InputError("--use-adasum takes no scaled gradients: use --amp-dtype bf16 with it")
 
 
 # dist: the rate grows with the gradients that are averaged. Adasum averages none, but with NCCL

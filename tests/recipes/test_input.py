@@ -283,6 +283,13 @@ def test_folder_of_another_run(flags, log, tmp_path):
     )
 
 
+def test_adasum_with_a_scaled_loss(tmp_path):
+    need_horovod("gloo")
+    flags = "--synthetic 320 --use-adasum --amp-dtype fp16"
+    line = refused(f"horovodrun --gloo -np 1 python {ROOT}/mnist/hvd.py {flags}", tmp_path)
+    assert "--amp-dtype bf16" in line
+
+
 def test_adasum_on_gloo(tmp_path):
     need_horovod("gloo")
     job = Job(
