@@ -55,15 +55,15 @@ def parse_args():
     add(
         "--synthetic",
         type=flags.positive_int,
-        default=1280,
+        default=960,
         metavar="IMAGES",
         help="images to generate if there is no --data-dir",
     )
     add("--image-size", type=flags.image_size, default=32, help="height and width in pixels")
     add("--width", type=flags.positive_int, default=16, help="channels of the model")
     add("--workers", type=flags.non_negative_int, default=1, help="loader workers per process")
-    add("--epochs", type=flags.positive_int, default=5, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=64, help="images per process")
+    add("--epochs", type=flags.positive_int, default=4, help="passes over the training data")
+    add("-b", "--batch-size", type=flags.positive_int, default=32, help="images per process")
     add(
         "-G",
         "--global-batch-size",
@@ -71,7 +71,7 @@ def parse_args():
         help="images of all processes together; --lr is then the rate for them",
     )
     add("--test-batch-size", type=flags.positive_int, default=64, help="batch size of evaluation")
-    add("--lr", type=flags.positive_float, default=0.002, help="learning rate of one process")
+    add("--lr", type=flags.positive_float, default=0.004, help="learning rate of one process")
     add("--temperature", type=flags.positive_float, default=0.2, help="of the similarities")
     add(
         "--scale-lr",

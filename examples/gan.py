@@ -165,12 +165,12 @@ class Discriminator(nn.Sequential):
 
 def draw_noise(args, position, sampler, device):
     """This rank's share [batch, NOISE] of the noise of a step, a function of seed and position."""
-    random = torch.Generator(device)
+    random = torch.Generator()
     random.manual_seed(seed_of(args.seed, position.epoch, position.samples))
     # dist: all ranks draw the noise of the whole global batch, however many they are.
-    noise = torch.randn(sampler.global_batch, NOISE, generator=random, device=device)
+    noise = torch.randn(sampler.global_batch, NOISE, generator=random)
     # dist: the samples of this rank are every world_size-th of the global batch, too.
-    return noise[sampler.rank :: sampler.world_size]
+    return to_device(noise[sampler.rank :: sampler.world_size], device)
 
 
 def distance_of(real, generated):

@@ -78,6 +78,7 @@ STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_ste
 KILLED = "tests/recipes/test_signals.py::test_ranks_end_with_a_launcher_that_is_killed_while"
 CLUSTER = "tests/slurm/test_cluster_faults.py::"
 SECTION = "tests/docs/test_readme.py::test_section"
+EXAMPLE_ON_TWO = "tests/examples/test_examples.py::test_two_processes_compute_what_one_does"
 
 MUTANTS = [
     # What a strategy adds: the weights are those of one process.
@@ -522,6 +523,24 @@ MUTANTS = [
         "examples/regression.py",
         {"np.where(std > 0, std, np.inf)": "std"},
         "tests/examples/test_examples.py::test_a_table_with_constant_and_large_columns",
+    ),
+    Mutant(
+        "the same noise on each rank",
+        "examples/gan.py",
+        {"noise[sampler.rank :: sampler.world_size]": "noise[: sampler.batch_size]"},
+        f"{EXAMPLE_ON_TWO}[gan]",
+    ),
+    Mutant(
+        "an optimizer that is in no checkpoint",
+        "examples/gan.py",
+        {'        "discriminator_optimizer": discriminator_optimizer,\n': ""},
+        "tests/examples/test_examples.py::test_a_killed_run_goes_on_to_the_same_bits[gan]",
+    ),
+    Mutant(
+        "a loss over all ranks whose gradient is averaged",
+        "examples/contrastive.py",
+        {"(loss * world_size).backward()": "loss.backward()"},
+        f"{EXAMPLE_ON_TWO}[contrastive]",
     ),
     Mutant(
         "a URL that is a folder",
