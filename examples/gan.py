@@ -54,7 +54,7 @@ def parse_args():
         help="points to generate if there is no --points",
     )
     add("--width", type=flags.positive_int, default=128, help="units of a hidden layer")
-    add("--epochs", type=flags.positive_int, default=15, help="passes over the training data")
+    add("--epochs", type=flags.positive_int, default=10, help="passes over the training data")
     add("-b", "--batch-size", type=flags.positive_int, default=128, help="points per process")
     add(
         "-G",
@@ -89,8 +89,11 @@ def read_points(path):
         points = np.lib.format.open_memmap(path, mode="r")
         # Also integers, but no text, and no complex numbers.
         points = points.astype(np.float64, casting="same_kind")
-        if points.ndim != 2 or not np.isfinite(points).all():
+        if points.ndim != 2:
             raise ValueError(f"its shape is {points.shape}")
+        wrong = np.count_nonzero(~np.isfinite(points))
+        if wrong:
+            raise ValueError(f"{wrong} numbers are not finite")
     # A file of others can raise anything.
     except Exception as error:
         raise InputError(
@@ -189,7 +192,7 @@ def load_data(args, device, rank, world_size):
     train_set, val_set = load(args)
     # dist: each rank needs one.
     if len(val_set) < world_size:
-        raise InputError(f"{len(val_set)} points for validation, a fifth: give {world_size}")
+        raise InputError(f"a fifth of the points is for validation: give {5 * world_size} or more")
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
