@@ -268,11 +268,10 @@ def evaluate(args, model, val, device, watchdog):
         if args.dry_run:
             break
     # dist: those of all ranks: a sample's neighbours may be on any of them.
-    both = [
-        in_order(torch.cat(each), val.sampler, len(val.dataset), dist.all_reduce)
-        for each in (features, labels)
-    ]
-    return {"accuracy": knn_accuracy(*both)}
+    count = len(val.dataset)
+    features = in_order(torch.cat(features), val.sampler, count, dist.all_reduce)
+    labels = in_order(torch.cat(labels), val.sampler, count, dist.all_reduce)
+    return {"accuracy": knn_accuracy(features, labels)}
 
 
 def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
