@@ -447,10 +447,10 @@ def pretend_data_parallel():
         return torch.cat([tensor.to(f"cuda:{gpu}") for tensor in tensors], dim)
 
     def reduce_add(tensors, gpu, *_):
-        return [
+        return tuple(
             sum(tensor.to(f"cuda:{gpu}") for tensor in copies)
             for copies in zip(*tensors, strict=True)
-        ]
+        )
 
     comm.scatter, comm.gather = scatter, gather
     comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast, reduce_add
