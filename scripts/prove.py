@@ -46,8 +46,8 @@ MEANINGS = {
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
     "replicas": "the ranks hold different states, of which a checkpoint keeps that of rank 0",
-    "one process": "a loss is divided by the samples of its rank instead of those of all, or the "
-    "ranks do not share the data as one process sees it",
+    "one process": "a loss is divided by the samples of its rank instead of those of all, the "
+    "ranks do not share the data as one process sees it, or each draws random numbers in the step",
     "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
 }
 
