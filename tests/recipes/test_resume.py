@@ -507,13 +507,14 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     first, second = (job.output() for job in jobs)
     if copied == "never":
         assert first.count("ddp_spawn.py: --resume auto") == 1
-        assert len(first.splitlines()) == 1
+        assert len(first.splitlines()) == 2
         assert "Traceback" not in second
         assert place(checkpoint(tmp_path / "first" / "log")) == (1, 0)
     else:
         assert first.count("resumed from log/last.pt at epoch 2") == 1
         assert place(checkpoint(tmp_path / "first" / "log")) == (2, 0)
-        assert second == ""
+        waits = f"all 2 machines wait for each other at 127.0.0.1:{where['MASTER_PORT']}"
+        assert second == f"-nr 1: {waits}\n"
 
 
 def test_evaluations_within_an_epoch_change_nothing_else(tmp_path):

@@ -67,7 +67,7 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
     wait_until(lambda: ports().count(port) >= 3, job)
     job.signal(signal.SIGINT)
     assert job.finish() == 130
-    assert job.output() == ""
+    assert job.output() == f"-nr 0: all 2 machines wait for each other at 127.0.0.1:{port}\n"
 
 
 @pytest.mark.parametrize(
