@@ -15,7 +15,10 @@ ONE_PROCESS = {
 }
 RECIPE = "            - --checkpoint-every=500\n"
 # Many epochs, each of 10 steps: a fault that comes after the second comes before the last.
-FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
+# They ask each other within each, and print no line of a step.
+FLAGS = (
+    "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5 --log-seconds=1000"
+)
 
 
 def manifest(flags, **others):
