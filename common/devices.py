@@ -146,7 +146,7 @@ def schedule_as_batch(libc: ctypes.CDLL) -> None:
 
 def warn_if_slow(device: torch.device, dtype: torch.dtype) -> list[str]:
     """A line for the log if `device` is a CPU that has no units for this 16-bit type."""
-    # Those of torch 2.8 are not known.
+    # torch 2.8 does not say which units a CPU has.
     if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return []
     short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

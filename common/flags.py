@@ -57,7 +57,7 @@ MAY_CHANGE = frozenset(
     }
 )
 
-# How ddp_spawn.py, and many a tutorial, is told which processes to start.
+# The flags of ddp_spawn.py, and of tutorials, that say which processes to start.
 OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
 
 

@@ -49,24 +49,35 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict, str]:
 
 
 def weights_in(saved: dict) -> tuple[str, dict[str, torch.Tensor]]:
-    """The weights in a checkpoint, by the names of "model", behind the part that has them.
+    """The part of a checkpoint that has the weights to use, and them, by the names of "model".
 
-    It is an average of the weights of "model" (an EMA) where there is one, such as an AveragedModel
-    of torch, whose names begin with "module."; or else "model".
+    It is an average of the weights of "model" (an EMA) where there is one, in an AveragedModel of
+    torch; or else "model".
     """
-    model = saved["model"]
     for part, value in saved.items():
-        if part == "model" or not is_state_dict(model) or not is_state_dict(value):
-            continue
-        # AveragedModel counts there how many it has averaged.
-        weights = {
-            name.removeprefix("module."): weight
-            for name, weight in value.items()
-            if name != "n_averaged"
-        }
-        if weights.keys() == model.keys():
-            return part, weights
-    return "model", model
+        average = average_of(saved["model"], value)
+        if average is not None:
+            return part, average
+    return "model", saved["model"]
+
+
+def average_of(model, value) -> dict[str, torch.Tensor] | None:
+    """The weights in `value`, if it is the state_dict of an AveragedModel of `model`, or None.
+
+    Names alone do not tell it: two models of a GAN can have the same.
+    """
+    if not is_state_dict(model) or not is_state_dict(value) or "n_averaged" not in value:
+        return None
+    weights = {
+        name.removeprefix("module."): weight
+        for name, weight in value.items()
+        if name != "n_averaged"
+    }
+    return weights if shapes(weights) == shapes(model) else None
+
+
+def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in weights.items()}
 
 
 def why_not(path: str, error: Exception) -> str:

@@ -213,7 +213,7 @@ def load_data(args, device, rank, world_size):
     # dist: each rank needs one.
     enough = max(NEIGHBOURS + 1, world_size)
     if len(val_set) < enough:
-        raise InputError(f"{len(val_set)} images for validation: give {enough}")
+        raise InputError(f"{len(val_set)} images are too few for validation: give {enough}")
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.

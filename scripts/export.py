@@ -4,8 +4,8 @@ Its metadata has the names of the classes, and what else gives the outputs their
 
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
-Where the checkpoint has an average of the weights (an EMA), it takes that, and says so. --init-from
-reads the file, too.
+Where the checkpoint has an average of the weights (an EMA: torch's AveragedModel), it takes that,
+and says so. --part names another part, such as a discriminator. --init-from reads the file, too.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
-from common.errors import InputError, in_one_line
+from common.errors import InputError, in_one_line, show
 from common.files import replace, write_beside
 from common.process import launch
 from common.weights import is_state_dict, weights_in
@@ -44,7 +44,7 @@ def main():
     if not is_state_dict(saved.get("model")):
         raise InputError(f"{args.checkpoint} has no model, a dict of tensors by name")
     part, weights = weights_in(saved)
-    if args.part:
+    if args.part not in (None, part):
         part = args.part
         weights = saved.get(part)
         if not is_state_dict(weights):
@@ -62,7 +62,7 @@ def main():
     except (OSError, SafetensorError) as error:
         raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
     if part != "model":
-        print(f"{args.weights} has the weights of {part} (--part model: those of the last step)")
+        show(f"{args.weights} has the weights of {part} (--part model: those of the last step)")
 
 
 if __name__ == "__main__":

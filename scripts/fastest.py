@@ -161,15 +161,20 @@ def gpu_memory() -> float:
         return math.nan
 
 
-def run(command: str, seconds: float, interval: int, on_gpu: bool, hopeless: float = 0) -> Trial:
-    """Train with a command for `seconds`, and log every `interval` steps.
+def run(
+    command: str, seconds: float, interval: int | None, on_gpu: bool, hopeless: float = 0
+) -> Trial:
+    """Train with a command for `seconds`, and log every `interval` steps, or when the recipe does.
 
     If it makes less than `hopeless` images/s, its first line is enough. Raises InputError or
     RunError with what the command said last.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
         log_dir = Path(folder, "log")
-        process = start(f"{command} --log-dir {log_dir} --log-interval {interval}", output)
+        command += f" --log-dir {log_dir}"
+        if interval:
+            command += f" --log-interval {interval}"
+        process = start(command, output)
         memory = 0
         try:
             first_line = wait_for_steps(process, log_dir, seconds, hopeless)
@@ -278,8 +283,8 @@ class Search:
         factor = schedule.lr_factor(config["scale_lr"], processes, config["global_batch_size"])
         lr = config["lr"] * factor
         self.same_training = ["-G", str(batch), "--lr", f"{lr:g}"]
-        # Each logged step waits for the device, so a quick step is not logged each time.
-        self.interval = 1 if batch / trial.speed > 0.1 else 10
+        # Each logged step waits for the device, so with quick steps the recipe chooses when.
+        self.interval = 1 if batch / trial.speed > 0.1 else None
         return config
 
     def run(self, setting: Setting, hopeless: float = 0) -> Trial:

@@ -17,9 +17,9 @@ import argparse
 import json
 import signal
 import socket
-import statistics
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,12 +69,12 @@ def measure(psutil, nvml, gpus):
 UNITS = {"use": "{:.0%}", "gib": "{:.1f} GiB", "watts": "{:.0f} W", "celsius": "{:.0f} °C"}
 
 
-def summary(host, seconds, measured):
-    """One line: the means of a list of what measure() returns."""
+def summary(host, seconds, sums, counts):
+    """One line: the means of all figures, from {name: sum} and {name: how many}."""
     parts = {}
-    for name in measured[0]:
+    for name, total in sums.items():
         device, kind = name.split("/")
-        mean = statistics.mean(figures[name] for figures in measured if name in figures)
+        mean = total / counts[name]
         parts.setdefault(device, []).append(UNITS[kind].format(mean))
     devices = "; ".join(f"{device} {', '.join(texts)}" for device, texts in parts.items())
     return f"{host}, mean of {timedelta(seconds=round(seconds))}: {devices}"
@@ -88,6 +88,8 @@ def main():
     parser.add_argument("folder", type=Path, help="for the figures of all machines")
     parser.add_argument("--seconds", type=float, default=5, help="between two lines (default: 5)")
     args = parser.parse_args()
+    if args.seconds <= 0:
+        parser.error(f"--seconds {args.seconds:g}: give a number above 0")
     try:
         import psutil
         from tensorboard.summary import Writer
@@ -109,10 +111,13 @@ def main():
     # The first call begins its interval.
     psutil.cpu_percent()
     began = time.time()
-    measured = []
+    # Not all figures: a run can take weeks.
+    sums = Counter()
+    counts = Counter()
     while not over.wait(args.seconds):
         figures = measure(psutil, nvml, gpus)
-        measured.append(figures)
+        sums.update(figures)
+        counts.update(figures.keys())
         now = time.time()
         with open(args.folder / f"{host}.jsonl", "a") as file:
             file.write(json.dumps({"time": now, **figures}) + "\n")
@@ -120,8 +125,8 @@ def main():
             writer.add_scalar(f"usage/{name}", value, round(now - began))
         writer.flush()
     writer.close()
-    if measured:
-        print(summary(host, time.time() - began, measured))
+    if sums:
+        print(summary(host, time.time() - began, sums, counts))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,11 @@ while kill -0 $command 2> /dev/null; do
 done
 status=0
 wait $command || status=$?
-# Not TERM: srun would kill its tasks at once, before they say what they measured.
-[ -z "$usage" ] || { kill -USR1 "$usage" && wait "$usage"; } || true
+if [ -n "$usage" ]; then
+    # Not TERM: srun would kill its tasks at once, before they say what they measured.
+    kill -USR1 "$usage" 2> /dev/null || true
+    wait "$usage" || true
+fi
 
 again="submit it again with its recipe and the --log-dir of this run"
 # Queue the job again, and then say so in the words $1.

@@ -95,8 +95,7 @@ def test_kills(strategy, tmp_path):
     """SIGKILL at random steps of one run, which --resume auto takes up again each time."""
     dataset = RUNS[strategy]
     flags = (
-        f"-b 64 --lr 0.005 --synthetic {128 * STEPS} --epochs "
-        f"{EPOCHS} --wd 5e-4 "
+        f"-b 64 --lr 0.005 --synthetic {128 * STEPS} --epochs {EPOCHS} --wd 5e-4 "
         f"--model convnet --device cpu --checkpoint-every {EVERY} {small(dataset)} --resume auto"
     )
     # The run that is killed never comes to its end by itself.
@@ -138,7 +137,7 @@ def test_ckpt_chaos(tmp_path):
     (tmp_path / "result.py").write_text(RESULT)
     recipe = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu --epochs 2"
     said = run(
-        f"ckpt-chaos run --work work --modes torn,term --max-points 2 "
+        "ckpt-chaos run --work work --modes torn,term --max-points 2 "
         "--result-cmd 'python result.py {out}/last.pt' -- "
         f"{recipe} --checkpoint-every 4 --resume auto --log-dir {{out}}",
         tmp_path,

@@ -69,7 +69,8 @@ def test_weights_of_an_average(tmp_path):
         for weight in model.parameters():
             weight.add_(1)
     average.update_parameters(model)
-    parts = {"model": model, "ema": average}
+    # The second model of a GAN can have the same names, and the same shapes.
+    parts = {"model": model, "discriminator": digits.build("lenet"), "ema": average}
     checkpoint.save(tmp_path, {name: part.state_dict() for name, part in parts.items()}, {})
     said = compute(f"{EXPORT} last.pt ema.safetensors", tmp_path)
     assert "has the weights of ema" in said
@@ -162,6 +163,8 @@ def test_usage(tmp_path):
     assert job.finish() == 0
     gpus = "gpu0 50%, 1.0 GiB, 40 °C; gpu1 50%, 1.0 GiB, 41 °C"
     assert re.fullmatch(rf"{host}, mean of 0:00:\d\d: cpu .*; {gpus}\n", job.output())
+    said = run(f"python {ROOT}/scripts/usage.py out --seconds 0", tmp_path, status=2)
+    assert "give a number above 0" in said
 
 
 def test_summarize_runs(tmp_path):
