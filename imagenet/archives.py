@@ -381,11 +381,11 @@ def usable_index(path, split, stat):
     for index in index_paths(path, split):
         try:
             header, records = read_index(index)
+            if (header["format"], header["stat"]) == (FORMAT, stat):
+                return header, records
         except (OSError, ValueError, KeyError, TypeError):
             # It is missing, or of another format, or damaged.
             continue
-        if (header["format"], header["stat"]) == (FORMAT, stat):
-            return header, records
     return None
 
 
@@ -402,8 +402,10 @@ def read_index(path):
     sizes_fit = (records["size"] >= 0) & (records["size"] <= size_of_archive)
     offsets_fit = (records["offset"] >= 0) & (records["offset"] <= size_of_archive)
     labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
+    if not (sizes_fit & offsets_fit & labels_fit).all():
+        raise ValueError("absurd")
     are_texts = [isinstance(text, str) for text in [*header["classes"], header["left_out"]]]
-    if not (all(are_texts) and (sizes_fit & offsets_fit & labels_fit).all()):
+    if not (all(are_texts) and 0 <= header["fingerprint"] < 2**32):
         raise ValueError("absurd")
     return header, records
 

@@ -106,8 +106,8 @@ def cpu_quota(root=Path("/")):
 def memory_of_cgroup(root=Path("/")):
     """(bytes in use, limit) of the cgroup that is nearest to its limit, or (0, infinity).
 
-    The kernel gives up the file cache before it kills a process, so its inactive part is not in
-    use.
+    The kernel gives up the file cache before it kills a process, so the cache is not in use. How
+    much of it is charged here depends on who read the files first.
     """
     found = [(0, math.inf)]
     for folder in cgroup_folders(root):
@@ -116,6 +116,10 @@ def memory_of_cgroup(root=Path("/")):
         if use and limit:
             lines = (folder / "memory.stat").read_text().splitlines()
             counts = dict(line.split() for line in lines)
-            cache = counts.get("total_inactive_file", counts.get("inactive_file", 0))
-            found.append((use[0] - int(cache), limit[0]))
+            # In version 1, a count without "total_" leaves out the groups within this one.
+            cache = sum(
+                int(counts.get(f"total_{part}", counts.get(part, 0)))
+                for part in ("active_file", "inactive_file")
+            )
+            found.append((use[0] - cache, limit[0]))
     return max(found, key=lambda use_and_limit: use_and_limit[0] / use_and_limit[1])

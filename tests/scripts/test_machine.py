@@ -10,6 +10,8 @@ from scripts.machine import cpu_quota, memory_of_cgroup, versions
 MIB = 2**20
 # What the kernel shows of no limit in version 1.
 NONE = 9223372036854771712
+CACHE = f"active_file {5 * MIB}\ninactive_file {15 * MIB}\n"
+TOTAL_CACHE = f"total_active_file {5 * MIB}\ntotal_inactive_file {15 * MIB}\n"
 # A job in a system slice with the limits above it, and a container that sees its own cgroup as /.
 TREES = {
     "version 2": {
@@ -18,10 +20,10 @@ TREES = {
         "sys/fs/cgroup/pod/container/cpu.max": "max 100000\n",
         "sys/fs/cgroup/pod/memory.max": f"{100 * MIB}\n",
         "sys/fs/cgroup/pod/memory.current": f"{80 * MIB}\n",
-        "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
+        "sys/fs/cgroup/pod/memory.stat": f"anon 1\n{CACHE}",
         "sys/fs/cgroup/pod/container/memory.max": "max\n",
         "sys/fs/cgroup/pod/container/memory.current": f"{70 * MIB}\n",
-        "sys/fs/cgroup/pod/container/memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
+        "sys/fs/cgroup/pod/container/memory.stat": f"anon 1\n{CACHE}",
     },
     "version 1": {
         "proc/self/cgroup": "4:memory:/docker/1234\n2:cpu,cpuacct:/docker/1234\n1:name=systemd:/\n",
@@ -29,7 +31,7 @@ TREES = {
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{100 * MIB}\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{80 * MIB}\n",
-        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": "active_file 1\ninactive_file 1\n" + TOTAL_CACHE,
     },
 }
 
