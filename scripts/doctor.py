@@ -447,7 +447,8 @@ def main():
     if recipe:
         # A download can take longer than a step.
         faulthandler.cancel_dump_traceback_later()
-        train, val = data_of(own, args, recipe, group)
+        # A script of your own may have more.
+        train, val, *_ = data_of(own, args, recipe, group)
         watch()
         loader = train.loader
         faults, what_is_read = faults_of_data(group, args, train, val)

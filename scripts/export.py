@@ -5,12 +5,15 @@ Its metadata has the names of the classes, and what else gives the outputs their
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
 Where the checkpoint has an average of the weights (an EMA: torch's AveragedModel), it takes that,
-and says so. --part names another part, such as a discriminator. --init-from reads the file, too.
+and says so. --part names another part: an average of another class, or a discriminator. --init-from
+reads the file, too.
 """
 
 import json
 import sys
 from pathlib import Path
+
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
@@ -61,8 +64,18 @@ def main():
         replace(partial, args.weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
-    if part != "model":
-        show(f"{args.weights} has the weights of {part} (--part model: those of the last step)")
+    others = [name for name, value in saved.items() if name != part and is_like(weights, value)]
+    hint = "".join(f"; {name} has such, too: --part {name}" for name in others)
+    show(f"{args.weights} has the weights of {part}{hint}")
+
+
+def is_like(weights: dict[str, torch.Tensor], value) -> bool:
+    """Whether `value` has tensors of the same shapes, as an average of the weights has."""
+    return is_state_dict(value) and shapes(value) == shapes(weights)
+
+
+def shapes(weights: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    return sorted(tuple(weight.shape) for weight in weights.values())
 
 
 if __name__ == "__main__":

@@ -105,10 +105,10 @@ def commit() -> str:
 
 def say(recipe: Path, copy: Path) -> None:
     """Print what was copied, what to install, and what to type."""
-    folders = "common/"
-    if any(path.is_relative_to(ROOT / "images") for path in needed(recipe)):
-        folders += " and images/"
-    print(f"copied {copy}, {folders} (of commit {commit()})")
+    parts = {path.relative_to(ROOT).parts for path in needed(recipe) - {recipe}}
+    # A folder of modules, or a module beside the recipe.
+    beside = sorted({part[0] + "/" if part[0] in PACKAGES else part[-1] for part in parts})
+    print(f"copied {copy}, {', '.join(beside)} (of commit {commit()})")
     packages = ["pip install -r " + shlex.quote(os.path.relpath(ROOT / "requirements.txt"))]
     if recipe.name == "hvd.py":
         packages.append("Horovod: scripts/install_horovod.sh")
@@ -118,8 +118,10 @@ def say(recipe: Path, copy: Path) -> None:
     docstring = ast.get_docstring(ast.parse(recipe.read_text()), clean=False)
     command = next(line for line in docstring.splitlines() if line.startswith("    ")).strip()
     of_recipe = f"{recipe.parent.name}/{recipe.name}"
-    print(f"run:     {command.replace(of_recipe, shlex.quote(str(copy)))}")
-    print("change:  docs/your-own.md goes through the script from top to bottom")
+    command = command.replace(of_recipe, shlex.quote(str(copy)))
+    print(f"run:     {command}")
+    print(f"change:  {os.path.relpath(ROOT / 'docs' / 'your-own.md')} goes through the script")
+    print(f"prove:   python {shlex.quote(os.path.relpath(ROOT / 'scripts' / 'prove.py'))} {command}")
 
 
 def main():

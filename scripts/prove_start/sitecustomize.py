@@ -2,8 +2,9 @@
 
 It waits until the script imports common/run.py, and then writes down after each step what this
 rank has: a checksum of each tensor of `state`, to PROVE/rank-N.jsonl. It keeps the weights of rank
-0 before and after the first step, too, and looks for objects that change and are not in `state`.
-And it sends the signal that the proof is about. A sitecustomize of the environment is not read.
+0 before and after the first step, too, looks for objects that change and are not in `state`, and
+asks the models of all ranks about one batch. And it sends the signal that the proof is about. A
+sitecustomize of the environment is not read.
 """
 
 import importlib.util
@@ -71,7 +72,13 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
+        model = run.state["model"]
+        # FSDP's state has a wrapper that gathers the weights.
+        self.model = model if isinstance(model, torch.nn.Module) else model.model
+        if os.environ.get("PROVE_NO_DROPOUT"):
+            leave_out_dropout(self.model)
         self.keep_weights("before.pt")
+        self.keep_first_batch()
         self.outside = None
 
     def look(self):
@@ -83,10 +90,11 @@ class Recorder:
         line = {"step": steps, "ranks": self.ranks, "checksums": self.checksums()}
         if steps == self.first:
             self.keep_weights("after.pt")
-            line["layers"] = self.layers()
+            line["has_batch_norm"] = self.has_batch_norm()
             self.outside = self.objects_outside()
         elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
+            line["checksums"].update(self.answer_to_first_batch())
         with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
             print(json.dumps(line), file=file, flush=True)
         if os.environ.get("PROVE_KILL") == str(steps):
@@ -113,26 +121,58 @@ class Recorder:
         if self.rank == 0 and not os.path.exists(path):
             torch.save({key: value.cpu() for key, value in weights.items()}, path)
 
-    def layers(self):
-        """What makes the training of several processes another one than that of one."""
+    def has_batch_norm(self):
+        """It makes the training of several processes another one than that of one."""
         from torch import nn
 
-        found = set()
-        model = self.run.state["model"]
-        # FSDP's state has a wrapper that gathers the weights.
-        for module in getattr(model, "model", model).modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                if not isinstance(module, nn.SyncBatchNorm):
-                    found.add("BatchNorm")
-            elif getattr(module, "dropout", 0.0) or (
-                isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-            ):
-                found.add("dropout")
-        return sorted(found)
+        return any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and not isinstance(module, nn.SyncBatchNorm)
+            for module in self.model.modules()
+        )
+
+    def keep_first_batch(self):
+        """Let the model of rank 0 write what it is first given to a file."""
+        import torch
+
+        path = f"{self.folder}/batch.pt"
+        if self.rank > 0 or os.path.exists(path):
+            return
+
+        def keep(module, args, kwargs):
+            handle.remove()
+            torch.save((args, kwargs), path)
+
+        handle = self.model.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def answer_to_first_batch(self):
+        """{name: checksum} of what the model makes of rank 0's first batch.
+
+        So a model shows what it has learned and keeps outside of its state_dict. BatchNorm has
+        other statistics on each rank, and FSDP only a part of the weights.
+        """
+        import copy
+
+        import torch
+
+        if self.model is not self.run.state["model"] or self.has_batch_norm():
+            return {}
+        try:
+            device = next(self.model.parameters()).device
+            batch = torch.load(f"{self.folder}/batch.pt", map_location=device, weights_only=False)
+            args, kwargs = batch
+            model = copy.deepcopy(self.model).eval()
+            with torch.no_grad(), torch.random.fork_rng():
+                answer = model(*args, **kwargs)
+        # It may be anybody's, and say no to a copy, to eval, or to its input.
+        except Exception:
+            return {}
+        return {"the answer to one batch": checksum([checksum(v) for _, v in leaves(answer)])}
 
     def objects_outside(self):
         """{id: (name, object, checksum)} of what may be a part of training, and is not saved."""
         import gc
+        import random
 
         import numpy
         import torch
@@ -142,9 +182,12 @@ class Recorder:
             nn.Module,
             torch.optim.Optimizer,
             torch.optim.lr_scheduler.LRScheduler,
+            torch.amp.GradScaler,
             torch.Generator,
             numpy.random.Generator,
         )
+        # Libraries have such of their own.
+        kinds_if_named = (numpy.random.RandomState, random.Random)
         # A generator is known to its variable alone, and not to the garbage collector.
         of_callers = [item for variables in variables_of_callers() for item in variables.items()]
         named = {id(value): name for name, value in of_callers if name != "self"}
@@ -158,7 +201,8 @@ class Recorder:
         candidates = {}
         for each in existing:
             # Not isinstance: it asks proxies, which may raise anything.
-            if not issubclass(type(each), kinds) or id(each) in saved:
+            wanted = kinds + kinds_if_named if id(each) in named else kinds
+            if not issubclass(type(each), wanted) or id(each) in saved:
                 continue
             if isinstance(each, nn.Module):
                 parts_of_others |= {id(part) for part in each.modules() if part is not each}
@@ -179,6 +223,17 @@ class Recorder:
             for name, each, before in self.outside.values()
             if checksum_of(each) != before
         ]
+
+
+def leave_out_dropout(model):
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        # nn.LSTM, nn.MultiheadAttention and others.
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
 
 
 def variables_of_callers():
@@ -229,6 +284,8 @@ def checksum_of(each):
             state = str(error)
     elif hasattr(each, "get_state"):
         state = each.get_state()
+    elif hasattr(each, "getstate"):
+        state = each.getstate()
     else:
         state = repr(each.bit_generator.state)
     return [checksum(value) for _, value in leaves(state)]
