@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from apex import amp, parallel  # amp: tag 25.05, see docs/install.md; PyPI's is another package
 
-import cifar  # beside this file
+import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError

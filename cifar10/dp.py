@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cifar  # beside this file
+import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-import cifar  # beside this file
+import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.fsdp import WholeModel, WholeOptimizer, blocks

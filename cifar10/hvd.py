@@ -24,7 +24,7 @@ import torch.nn.functional as F
 # dist: a rank that waits for MPI frees its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
-import cifar  # beside this file
+import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError

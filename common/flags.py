@@ -93,8 +93,8 @@ class Parser(argparse.ArgumentParser):
         hint = "--help lists the flags"
         if message.startswith("unrecognized") and OF_DDP_SPAWN & set(re.split("[ =]", message)):
             hint = (
-                "ddp_spawn.py has them; for torchrun write --nnodes, --nproc-per-node and "
-                "--node-rank before the script"
+                "ddp_spawn.py has them; for other recipes torchrun has --nnodes, "
+                "--nproc-per-node and --node-rank, and horovodrun -np"
             )
         raise InputError(f"{message} ({hint})")
 

@@ -79,6 +79,7 @@ class Log:
         """
         if self.quiet:
             return
+        self.started = time.monotonic()
         if self.folder is not None:
             self._begin_results(config)
             lines = [*lines, f"results, TensorBoard events and checkpoints in {self.folder}"]
@@ -162,6 +163,10 @@ class Log:
         _, rate = self._seconds_and_rate()
         if self.bar.disable:
             self._print_step(self._shown(figures), rate)
+        elif self.interval is not None:
+            # Above the bar, as the line was asked for.
+            with self.bar.external_write_mode(sys.stdout):
+                self._print_step(self._shown(figures), rate)
         figures = {f"train/{name}": value for name, value in figures.items()}
         self.write("step", {**figures, f"perf/{self.unit}_per_sec": rate, **memory()})
 
@@ -201,7 +206,9 @@ class Log:
             epochs += f", step {self.position.steps}/{self.position.max_steps}"
         rate = self.speed[f"perf/{self.unit}_per_sec"]
         data_wait = self.speed["perf/data_wait"]
-        show(f"{epochs}: {line} | {rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait")
+        took = timedelta(seconds=round(time.monotonic() - self.started))
+        speed = f"{rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait"
+        show(f"{epochs}: {line} | {speed} | after {took}")
         figures = {f"train/{name}": value for name, value in train.items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
         self.write("evaluation", figures | self.speed)

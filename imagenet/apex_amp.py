@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from apex import amp, parallel  # amp: tag 25.05, see docs/install.md; PyPI's is another package
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, to_device

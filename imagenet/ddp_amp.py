@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, to_device

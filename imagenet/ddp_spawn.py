@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, to_device

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 import shards
 from common import devices, flags, schedule

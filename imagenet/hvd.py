@@ -24,7 +24,7 @@ import torch.nn.functional as F
 # dist: a rank that waits for MPI frees its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, to_device

@@ -15,7 +15,7 @@ sys.path += [str(folder), str(folder.parent)]
 import torch
 import torch.nn.functional as F
 
-import jpegs  # beside this file
+import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, to_device

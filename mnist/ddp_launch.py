@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import digits  # beside this file
+import digits  # beside this file; scripts/take.py copies it
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.metrics import Best, Sums

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
-import digits  # beside this file
+import digits  # beside this file; scripts/take.py copies it
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.errors import InputError

@@ -15,7 +15,7 @@ sys.path += [str(folder), str(folder.parent)]
 import torch
 import torch.nn.functional as F
 
-import digits  # beside this file
+import digits  # beside this file; scripts/take.py copies it
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader, to_device
 from common.metrics import Best, Sums

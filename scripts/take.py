@@ -121,7 +121,8 @@ def say(recipe: Path, copy: Path) -> None:
     command = command.replace(of_recipe, shlex.quote(str(copy)))
     print(f"run:     {command}")
     print(f"change:  {os.path.relpath(ROOT / 'docs' / 'your-own.md')} goes through the script")
-    print(f"prove:   python {shlex.quote(os.path.relpath(ROOT / 'scripts' / 'prove.py'))} {command}")
+    prove = shlex.quote(os.path.relpath(ROOT / "scripts" / "prove.py"))
+    print(f"prove:   python {prove} {command}")
 
 
 def main():

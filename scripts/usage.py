@@ -10,13 +10,14 @@ which therefore waits for nothing. On a cluster each node of a job measures itse
 
     USAGE=runs/usage sbatch slurm/ddp_2nodes.sh
 
-It needs psutil, and for NVIDIA's GPUs nvidia-ml-py: pip install psutil nvidia-ml-py
+It needs psutil, and for NVIDIA's GPUs nvidia-ml-py. requirements.txt has both.
 """
 
 import argparse
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ def find_gpus():
     try:
         import pynvml
     except ImportError:
+        if Path("/proc/driver/nvidia").exists():
+            print("usage.py: pip install nvidia-ml-py, to measure the GPUs", file=sys.stderr)
         return None, []
     try:
         pynvml.nvmlInit()

@@ -47,7 +47,8 @@ CAUSES = (
             "Horovod has been shut down",
             "ncclRemoteError",
         ),
-        "another rank has ended, and its own output says why",
+        "another rank has ended: its own output says why, or nothing if it was killed, as at the "
+        "memory limit",
     ),
     (
         RunError,

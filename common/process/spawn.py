@@ -54,4 +54,5 @@ def join(context: mp.ProcessContext) -> None:
         if error.exit_code > 0:
             # It has printed why.
             sys.exit(error.exit_code)
-        raise RunError(str(error)) from error
+        why = ", as the kernel does at the memory limit" if "SIGKILL" in str(error) else ""
+        raise RunError(f"{error}{why}") from error

@@ -416,7 +416,8 @@ def body(path):
 def head(path):
     """The text of a recipe up to there, without the module beside it."""
     text = path.read_text()
-    return text[: text.index("def parse_args")].replace("import digits  # beside this file\n", "")
+    text = text[: text.index("def parse_args")]
+    return re.sub("import digits .*\n", "", text)
 
 
 def merged(example, recipe, *options):

@@ -101,7 +101,8 @@ def test_docstring_command(recipe, group, start, tmp_path):
     only_once = re.findall(r"^\w+: .*world size", output, re.MULTILINE)
     assert len(only_once) == 1, output
     result = r"loss [\d.]+ acc [\d.]+%"
-    line = rf"^epoch 1/1: {result} \| val {result} \| [\d,]+ images/s \| \d+% data wait$"
+    speed = r"[\d,]+ images/s \| \d+% data wait \| after 0:\d\d:\d\d"
+    line = rf"^epoch 1/1: {result} \| val {result} \| {speed}$"
     assert len(re.findall(line, output, re.MULTILINE)) == 1, output
     (result,) = evaluations(tmp_path / "log")
     assert result["epoch"] == 1

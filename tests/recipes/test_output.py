@@ -82,11 +82,13 @@ def test_profile(images, steps, tmp_path):
 
 
 def test_progress_bar_on_a_terminal_only(tmp_path):
+    """Lines within an epoch are above the bar, if they are asked for."""
     command = f"python {ROOT}/mnist/single.py --synthetic 2048 --epochs 1"
     assert "step/s" not in run(f"{command} --log-dir plain", cwd=tmp_path)
     shown = run(
-        f"script -qec 'stty columns 100 rows 40; {command} --log-dir terminal' /dev/null",
+        f"script -qec 'stty columns 100 rows 40; {command} --log-interval 16' /dev/null",
         cwd=tmp_path,
     )
     assert "step/s" in shown
     assert "loss=" in shown
+    assert re.findall(r"step (\d+)/32: ", shown) == ["16", "32"]
