@@ -80,6 +80,6 @@ class WarmupCosine:
         if epochs > self.warmup_epochs:
             return []
         return [
-            f"the rate only rises: the run has {epochs:.3g} epochs, and --warmup-epochs is "
-            f"{self.warmup_epochs:g}"
+            f"the rate only rises: --warmup-epochs {self.warmup_epochs:g} is not less than the "
+            f"{epochs:.3g} epochs of the run"
         ]

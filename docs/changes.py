@@ -26,9 +26,10 @@ HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist
 
 The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons.
 The number is that of the new line; removed lines are ~~struck out~~. Docstrings and imports are
-left out. A line without a reason goes with the one above it, or only hands on what is explained
-elsewhere. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do,
-for their own flags. [strategies.md](strategies.md) says what each strategy does.
+left out. A line without a reason goes with one beside it, or only hands on what is explained
+elsewhere. `--cuda-graph` is in [single.py and DDP's recipes](gpu.md#a-whole-step-as-one-cuda-graph)
+alone. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do, for
+their own flags. [strategies.md](strategies.md) says what each strategy does.
 """
 
 
@@ -131,6 +132,11 @@ def likeness(old, new):
     return sum(block.size for block in blocks if block.size > 2)
 
 
+def first_name(line):
+    """The dotted name at the beginning of a line."""
+    return re.match(r"[^\w]*[\w.]*", line.strip()).group()
+
+
 def table(path, different):
     """The rows of a Markdown table of what `changes` gives for `path`: where, the code, why."""
     rows = ["| line | code | why |", "| --- | --- | --- |"]
@@ -143,11 +149,12 @@ def table(path, different):
         for line in [line.strip() for line in old if not is_comment(line)]:
             if line in kept:
                 continue
-            if not groups:
+            scores = [max(likeness(line, code) for code in codes) for _, codes, _ in groups]
+            starts = {first_name(code) for _, codes, _ in groups for code in codes}
+            if max(scores, default=0) < len(line) / 2 and first_name(line) not in starts:
                 # Nothing stands in its place.
                 rows.append(f"| | ~~`{cell(line)}`~~ | |")
                 continue
-            scores = [max(likeness(line, code) for code in codes) for _, codes, _ in groups]
             gone[scores.index(max(scores))].append(f"~~`{cell(line)}`~~")
         for struck, (number, codes, reason) in zip(gone, groups, strict=True):
             least = min(map(indent, codes))

@@ -97,6 +97,6 @@ def test_a_run_that_ends_before_the_rate_falls():
     sampler = EpochSampler(100, 10)
     rates = WarmupCosine(optimizer, warmup_epochs=2, start_lr=0.1)
     (line,) = rates.warn_if_short(Position(sampler, epochs=2))
-    assert line == "the rate only rises: the run has 2 epochs, and --warmup-epochs is 2"
+    assert line == "the rate only rises: --warmup-epochs 2 is not less than the 2 epochs of the run"
     assert rates.warn_if_short(Position(sampler, epochs=1, max_steps=15))
     assert not rates.warn_if_short(Position(sampler, epochs=3))

@@ -47,9 +47,16 @@ ELSEWHERE = {
     "MASTER_ADDR=node1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 2 -nr "
     "0": "two machines",
     "horovodrun -np 4 -H node1:2,node2:2 python cifar10/hvd.py": "two machines",
+    "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 "
+    "minimal/ddp_launch.py": "two machines",
+    "MASTER_ADDR=node1 MASTER_PORT=29500 python minimal/ddp_spawn.py -n 2 -g 2 -nr "
+    "0": "two machines",
+    "horovodrun -np 4 -H node1:2,node2:2 python minimal/hvd.py": "two machines",
     "sbatch --gpus-per-node=2 slurm/ddp_2nodes.sh mnist/ddp_launch.py --epochs 10": (
         "a job that trains for long"
     ),
+    # tests/kubernetes/test_manifests.py reads the file with SkyPilot
+    "sky launch skypilot.yaml --num-nodes 2": "a cloud",
     "RESTARTS=2 sbatch slurm/ddp_2nodes.sh": "a rank has to fail",
     "PREEMPTIONS=10 EVERY=20 python -m pytest -s tests/slurm/test_cluster_faults.py -k "
     "test_preempted": "ten minutes",
