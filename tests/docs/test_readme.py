@@ -80,6 +80,7 @@ ELSEWHERE = {
     ),
     # tests/scripts/test_scripts.py has this
     "python scripts/usage.py runs/usage &": "it has to be ended",
+    "kill %1": "this ends it",
     # tests/scripts/test_prove.py has this
     "python scripts/prove.py torchrun --nproc-per-node=2 ../my_project/train.py": (
         "it has to be there"
