@@ -26,6 +26,7 @@ PAGE = (ROOT / "docs" / "your-own.md").read_text()
 TOLERANCE = 1e-9
 ROWS = "### Hugging Face datasets"
 WEBDATASET = "### WebDataset"
+LABELS = "### A model that computes its loss"
 
 
 def section(heading):
@@ -237,8 +238,10 @@ def test_what_a_task_may_need(tmp_path):
     folder = in_float64(tmp_path, "examples")
     heading = "## What a task may need"
     text = (folder / "regression.py").read_text()
+    of_labels = blocks(LABELS, "diff")
     for block in blocks(heading, "diff"):
-        text = change(text, block)
+        if block not in of_labels:
+            text = change(text, block)
     imports = "import mine\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
     text = text.replace("import numpy as np\n", f"import numpy as np\n{imports}")
     text = text.replace("\n\ndef main():\n", LEFT_OPEN)
@@ -261,6 +264,66 @@ def test_what_a_task_may_need(tmp_path):
         assert_same(checkpoint(tmp_path / "part")[part], two[part])
     with_one = f"{torchrun(1)} {script} {flags} --log-dir part --resume auto"
     assert "go on with 2 processes" in refused(with_one, tmp_path)
+
+
+# A model as those of transformers, which compares DDP's gradient with that of one process.
+OF_TRANSFORMERS = """
+import copy
+import types
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.layers(input_ids)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(logits=logits, loss=loss)
+
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+world_size = dist.get_world_size()
+whole = Decoder()
+model = DistributedDataParallel(copy.deepcopy(whole))
+tokens = torch.randint(9, (4, 6))
+mask = torch.ones_like(tokens)
+# The first half has 10 labels, and the second has 3.
+labels = tokens.clone()
+labels[2:, :5] = -100
+labels[3, 4] = 7
+whole(input_ids=tokens, attention_mask=mask, labels=labels).loss.backward()
+tokens, mask, labels = (part.chunk(world_size)[rank] for part in (tokens, mask, labels))
+loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+loss.backward()
+for ours, expected in zip(model.parameters(), whole.parameters(), strict=True):
+    torch.testing.assert_close(ours.grad, expected.grad)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_that_computes_its_loss(tmp_path):
+    """On ranks with unequal numbers of labels the gradient is that of one process."""
+    script = tmp_path / "port.py"
+    (block,) = blocks(LABELS, "diff")
+    script.write_text(change(OF_TRANSFORMERS, block))
+    for processes in (1, 2):
+        compute(f"{torchrun(processes)} {script}", cwd=tmp_path)
+    # Not so without the change.
+    script.write_text(OF_TRANSFORMERS)
+    assert "not close" in compute(f"{torchrun(2)} {script}", cwd=tmp_path, status=1)
 
 
 def test_rows_keep_their_order(tmp_path):
