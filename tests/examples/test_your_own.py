@@ -16,6 +16,8 @@ from forked import compute, refused
 from launch import assert_same, checkpoint, evaluations, largest_difference, need, need_horovod
 from PIL import Image
 from recipes import ROOT, STEP, in_float64
+from torchvision.models.detection import FasterRCNN
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from common.data import EpochSampler, Seeded
 from common.process.workers import data_loader
@@ -324,6 +326,39 @@ def test_a_model_that_computes_its_loss(tmp_path):
     # Not so without the change.
     script.write_text(OF_TRANSFORMERS)
     assert "not close" in compute(f"{torchrun(2)} {script}", cwd=tmp_path, status=1)
+
+
+def test_detection():
+    """torchvision's guess of the scales depends on the first images. Set as here, they stay."""
+    collate, scales = blocks("### Detection", "python")
+    names = {}
+    exec(collate, names)
+    backbone = resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+    model = FasterRCNN(backbone, num_classes=2, min_size=40, max_size=64)
+    pool = model.roi_heads.box_roi_pool
+
+    def guessed():
+        return pool.scales, vars(pool.map_levels)
+
+    def forward(*sizes):
+        target = {"boxes": torch.tensor([[5.0, 5, 25, 25]]), "labels": torch.tensor([1])}
+        samples = [(torch.rand(3, *size), target) for size in sizes]
+        options = {"batch_size": 2, "workers": 0, "collate_fn": names["collate"]}
+        ((images, targets),) = data_loader(samples, range(len(samples)), **options)
+        losses = model(images, targets)
+        assert all(loss.isfinite() for loss in losses.values())
+
+    high, wide = (64, 40), (40, 64)
+    forward(high, high)
+    right = guessed()
+    pool.scales = None
+    forward(wide, wide)
+    assert guessed() != right
+    exec(scales, {"model": model})
+    for sizes in ((wide, wide), (high, wide)):
+        assert guessed() == right
+        forward(*sizes)
+    assert guessed() == right
 
 
 def test_rows_keep_their_order(tmp_path):
