@@ -347,7 +347,7 @@ def build(args, metadata, device, world_size):
     # It also copies rank 0's weights to all ranks.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
-    # because torch 2.14 warns of the argument, and torch 2.11 lacks its successor.
+    # because torch 2.14 warns of the argument, and older ones lack its successor.
     model.broadcast_buffers = False
     if args.comm_hook:
         # dist: gradients travel in fewer bytes.
