@@ -551,6 +551,7 @@ def single(tmp_path_factory):
 SMALL = "--device cpu -G 16 --epochs 2 --warmup-epochs 0.5"
 # Clipping changes the gradient in each step, and images have different numbers of known pixels.
 EXAMPLES = {
+    "contrastive": "--synthetic 120 --width 4 --workers 0",
     "finetune": "--synthetic 80 --image-size 32 --workers 0",
     "language_model": "--synthetic 600 --context 32 --width 16 --layers 1 --dropout 0 --clip 0.1",
     "regression": "--synthetic 120",
@@ -566,7 +567,9 @@ def test_horovod(name, single, tmp_path):
     folder, expected = single(name, flags)
     conflicts, text = merged(folder / f"{name}.py", ROOT / "mnist" / "hvd.py", "--theirs")
     assert conflicts == 0
-    clipping, reduction = blocks("### Horovod", "diff")
+    clipping, reduction, gathering = blocks("### Horovod", "diff")
+    if name == "contrastive":
+        text = change(text, gathering).replace("dist.all_reduce", "all_reduce")
     if name == "language_model":
         text = change(text, clipping)
     if name == "segmentation":
@@ -620,8 +623,12 @@ def test_amp(dtype, tmp_path):
     assert half == pytest.approx(whole, rel=0.05)
 
 
-def test_a_metric_that_is_no_sum(tmp_path):
+@pytest.mark.parametrize("start", [torchrun(2), "horovodrun --gloo -np 2 python"])
+def test_a_metric_that_is_no_sum(start, tmp_path):
     """The median over unequal shares of two ranks is that of one process."""
+    horovod = start.startswith("horovodrun")
+    if horovod:
+        need_horovod("gloo")
     for folder in ("common", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     script = tmp_path / "examples" / "regression.py"
@@ -632,10 +639,14 @@ def test_a_metric_that_is_no_sum(tmp_path):
     for block in others:
         evaluate = change(evaluate, block)
     script.write_text(change(head, first) + evaluate + rest)
+    port = script.with_name("port.py")
+    shutil.copy(script, port)
+    if horovod:
+        _, text = merged(script, ROOT / "mnist" / "hvd.py", "--theirs")
+        port.write_text(text.replace("dist.all_reduce", "all_reduce"))
     flags = "--device cpu --synthetic 1010 -G 16 --max-steps 20 --log-dir"
-    medians = []
-    for processes in (1, 2):
-        compute(f"{torchrun(processes)} {script} {flags} {processes}", cwd=tmp_path)
-        medians.append(evaluations(tmp_path / str(processes))[-1]["val/median"])
-    assert medians[0] > 0
-    assert medians[1] == pytest.approx(medians[0], rel=1e-4)
+    compute(f"{torchrun(1)} {script} {flags} one", cwd=tmp_path)
+    compute(f"{start} {port} {flags} two", cwd=tmp_path)
+    one, two = (evaluations(tmp_path / name)[-1]["val/median"] for name in ("one", "two"))
+    assert one > 0
+    assert two == pytest.approx(one, rel=1e-4)
