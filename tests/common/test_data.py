@@ -56,6 +56,15 @@ def test_sampler_position(batch, world_size, extra, epoch, seed, data):
     assert {len(sampler) for sampler in resumed} == {(len(one) - done) * batch}
 
 
+def test_sampler_without_shuffling():
+    """Two ranks together read the data set in its order, in each epoch and after a resume."""
+    ranks = [EpochSampler(11, 2, rank, 2, shuffle=False) for rank in range(2)]
+    for epoch, start in ((0, 0), (1, 0), (1, 4)):
+        for rank in ranks:
+            rank.set_epoch(epoch, start)
+        assert steps(ranks, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]][start // 4 :]
+
+
 @given(
     length=st.integers(100, 1000),
     epoch=st.integers(0, 5),
