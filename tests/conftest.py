@@ -15,11 +15,15 @@ from launch import need
 from pods import build, need_podman
 from recipes import ROOT, SHARED_DATA
 
-# Beside other tests everything can be slow
+# Beside other tests everything can be slow. The examples are the same each time, as a change must
+# not be refused for another's fault; make fuzz draws new ones.
 hypothesis.settings.register_profile(
-    "slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "tests",
+    deadline=None,
+    derandomize="FUZZ" not in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("slow")
+hypothesis.settings.load_profile("tests")
 FOLDERS = {"mnist": "MNIST", "cifar10": "cifar-10-batches-py"}
 
 # What tests start imports sitecustomize.py from there.
