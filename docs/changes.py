@@ -26,10 +26,10 @@ HEAD = """<!-- python docs/changes.py writes this page from the recipes in mnist
 
 The changed lines of each recipe, compared with `single.py` or `ddp_launch.py`, with their reasons.
 The number is that of the new line; removed lines are ~~struck out~~. Docstrings and imports are
-left out. A line without a reason goes with one beside it, or only hands on what is explained
-elsewhere. `--cuda-graph` is in [single.py and DDP's recipes](gpu.md#a-whole-step-as-one-cuda-graph)
-alone. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more do, for
-their own flags. [strategies.md](strategies.md) says what each strategy does.
+left out. A line without a reason goes with the one above or below, or only hands on what is
+explained elsewhere. Only [single.py and DDP's recipes](gpu.md#a-whole-step-as-one-cuda-graph) have
+`--cuda-graph`. In CIFAR-10's and ImageNet's recipes the same lines change; in ImageNet's a few more
+do, for their own flags. [strategies.md](strategies.md) says what each strategy does.
 """
 
 
@@ -133,8 +133,8 @@ def likeness(old, new):
 
 
 def first_name(line):
-    """The dotted name at the beginning of a line."""
-    return re.match(r"[^\w]*[\w.]*", line.strip()).group()
+    """The dotted name at the beginning of a line; of a decorator its @."""
+    return re.match(r"@|\W*[\w.]*", line.strip()).group()
 
 
 def table(path, different):

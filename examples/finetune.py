@@ -1,8 +1,8 @@
 """Fine-tune a pretrained ResNet with DistributedDataParallel, started by torchrun.
 
+    torchrun --nproc-per-node=2 examples/finetune.py
     wget -O resnet18.pth https://download.pytorch.org/models/resnet18-f37072fd.pth
     torchrun --nproc-per-node=2 examples/finetune.py --init-from resnet18.pth --init-partial
-    torchrun --nproc-per-node=2 examples/finetune.py
     python scripts/prove.py torchrun --nproc-per-node=2 examples/finetune.py --device cpu
 
 Read it beside mnist/ddp_launch.py. --init-partial leaves out the weights of the last layer, which

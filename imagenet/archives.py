@@ -402,10 +402,9 @@ def read_index(path):
     sizes_fit = (records["size"] >= 0) & (records["size"] <= size_of_archive)
     offsets_fit = (records["offset"] >= 0) & (records["offset"] <= size_of_archive)
     labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
-    if not (sizes_fit & offsets_fit & labels_fit).all():
-        raise ValueError("absurd")
-    are_texts = [isinstance(text, str) for text in [*header["classes"], header["left_out"]]]
-    if not (all(are_texts) and 0 <= header["fingerprint"] < 2**32):
+    are_texts = all(isinstance(text, str) for text in [*header["classes"], header["left_out"]])
+    is_fingerprint = header["fingerprint"] in range(2**32)
+    if not (are_texts and is_fingerprint and (sizes_fit & offsets_fit & labels_fit).all()):
         raise ValueError("absurd")
     return header, records
 

@@ -65,16 +65,16 @@ def main():
     except (OSError, SafetensorError) as error:
         raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
     others = [name for name, value in saved.items() if name != part and is_like(weights, value)]
-    hint = "".join(f"; {name} has such, too: --part {name}" for name in others)
+    hint = "".join(f"; --part {name} has weights of the same shapes" for name in others)
     show(f"{args.weights} has the weights of {part}{hint}")
 
 
 def is_like(weights: dict[str, torch.Tensor], value) -> bool:
     """Whether `value` has tensors of the same shapes, as an average of the weights has."""
-    return is_state_dict(value) and shapes(value) == shapes(weights)
+    return is_state_dict(value) and sorted_shapes(value) == sorted_shapes(weights)
 
 
-def shapes(weights: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+def sorted_shapes(weights: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
     return sorted(tuple(weight.shape) for weight in weights.values())
 
 

@@ -106,8 +106,8 @@ def cpu_quota(root=Path("/")):
 def memory_of_cgroup(root=Path("/")):
     """(bytes in use, limit) of the cgroup that is nearest to its limit, or (0, infinity).
 
-    The kernel gives up the file cache before it kills a process, so the cache is not in use. How
-    much of it is charged here depends on who read the files first.
+    The kernel gives up the file cache before it kills a process, so the cache is not in use.
+    Whoever reads a file first is charged with it.
     """
     found = [(0, math.inf)]
     for folder in cgroup_folders(root):

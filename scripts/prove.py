@@ -46,7 +46,7 @@ MEANINGS = {
     "order of its sums changes",
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
-    "replicas": "the ranks hold different states, of which a checkpoint keeps that of rank 0",
+    "replicas": "the ranks hold different states, and a checkpoint keeps that of rank 0, or none",
     "one process": "a loss is divided by the samples of its rank instead of those of all, the "
     "ranks do not share the data as one process sees it, or each draws random numbers in the step",
     "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
@@ -235,6 +235,8 @@ def prove(proof: Proof) -> None:
         return
     if difference := difference_of_ranks(whole):
         proof.row(f"the {ranks} ranks hold the same", f"**no** from {difference}", "replicas")
+    elif any("the answer to one batch" in line["checksums"] for line in lines):
+        proof.row(f"the {ranks} ranks hold the same", "yes, and give one batch the same answer")
     else:
         proof.row(f"the {ranks} ranks hold the same", "yes")
     compare_with_one(proof, whole, ranks, lines[0]["has_batch_norm"])
@@ -268,14 +270,16 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool
         why = "the model has BatchNorm, which each rank has of its own"
         proof.row(check, f"other by {growth}: {why}")
     else:
-        furthest = furthest_apart(after, after_one, start)
+        furthest = furthest_apart(after, after_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")
 
 
-def furthest_apart(ours: dict, theirs: dict, start: dict) -> str:
-    """The name of the weight whose first updates differ most, relative to its own."""
+def furthest_apart(ours: dict, theirs: dict) -> str:
+    """The name of the weight that has most of the difference."""
     apart = {
-        name: distance({name: value}, {name: theirs[name]}, start) for name, value in ours.items()
+        name: (value.double() - theirs[name].double()).norm().item()
+        for name, value in ours.items()
+        if not OF_A_RANK.search(name)
     }
     return max(apart, key=apart.get)
 

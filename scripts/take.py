@@ -3,8 +3,8 @@
     python scripts/take.py cifar10/ddp_launch.py ../my_project
     python scripts/take.py examples/segmentation.py ../my_project --name train.py
 
-common/ and images/ go beside the script. A file that is there and differs stays as it is, and
-nothing is copied, unless --overwrite is given.
+common/, images/ and the modules beside the script go beside the copy. A file that is there and
+differs stays as it is, and nothing is copied, unless --overwrite is given.
 """
 
 import ast

@@ -47,8 +47,8 @@ CAUSES = (
             "Horovod has been shut down",
             "ncclRemoteError",
         ),
-        "another rank has ended: its own output says why, or nothing if it was killed, as at the "
-        "memory limit",
+        "another rank has ended: its own output says why; it has none if the rank was killed, for "
+        "example at the memory limit",
     ),
     (
         RunError,

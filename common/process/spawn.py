@@ -54,5 +54,5 @@ def join(context: mp.ProcessContext) -> None:
         if error.exit_code > 0:
             # It has printed why.
             sys.exit(error.exit_code)
-        why = ", as the kernel does at the memory limit" if "SIGKILL" in str(error) else ""
+        why = "; the kernel sends it at the memory limit" if error.signal_name == "SIGKILL" else ""
         raise RunError(f"{error}{why}") from error

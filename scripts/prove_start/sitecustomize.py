@@ -7,6 +7,7 @@ asks the models of all ranks about one batch. And it sends the signal that the p
 sitecustomize of the environment is not read.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -72,11 +73,8 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
-        model = run.state["model"]
-        # FSDP's state has a wrapper that gathers the weights.
-        self.model = model if isinstance(model, torch.nn.Module) else model.model
         if os.environ.get("PROVE_NO_DROPOUT"):
-            leave_out_dropout(self.model)
+            self.leave_out_dropout()
         self.keep_weights("before.pt")
         self.keep_first_batch()
         self.outside = None
@@ -121,6 +119,25 @@ class Recorder:
         if self.rank == 0 and not os.path.exists(path):
             torch.save({key: value.cpu() for key, value in weights.items()}, path)
 
+    def modules(self):
+        """Yield each module in the state. FSDP's wrapper has its own as an attribute."""
+        from torch import nn
+
+        for part in self.run.state.values():
+            for each in (part, *vars(part).values()):
+                if isinstance(each, nn.Module):
+                    yield from each.modules()
+
+    def leave_out_dropout(self):
+        from torch import nn
+
+        for module in self.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            # nn.LSTM, nn.MultiheadAttention and others.
+            elif isinstance(getattr(module, "dropout", None), float):
+                module.dropout = 0.0
+
     def has_batch_norm(self):
         """It makes the training of several processes another one than that of one."""
         from torch import nn
@@ -128,46 +145,57 @@ class Recorder:
         return any(
             isinstance(module, nn.modules.batchnorm._BatchNorm)
             and not isinstance(module, nn.SyncBatchNorm)
-            for module in self.model.modules()
+            # Not frozen.
+            and module.training
+            for module in self.modules()
         )
 
     def keep_first_batch(self):
         """Let the model of rank 0 write what it is first given to a file."""
         import torch
+        from torch.utils._pytree import tree_map
 
+        model = self.run.state["model"]
         path = f"{self.folder}/batch.pt"
-        if self.rank > 0 or os.path.exists(path):
+        if self.rank > 0 or os.path.exists(path) or not can_be_asked(model):
             return
 
         def keep(module, args, kwargs):
             handle.remove()
-            torch.save((args, kwargs), path)
+            # A view is saved with all that it is a view of.
+            batch = tree_map(lambda v: v.clone() if is_tensor(v) else v, (args, kwargs))
+            # It may hold anything.
+            with contextlib.suppress(Exception):
+                torch.save(batch, path)
 
-        handle = self.model.register_forward_pre_hook(keep, with_kwargs=True)
+        handle = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def answer_to_first_batch(self):
         """{name: checksum} of what the model makes of rank 0's first batch.
 
-        So a model shows what it has learned and keeps outside of its state_dict. BatchNorm has
-        other statistics on each rank, and FSDP only a part of the weights.
+        So a model shows what it has learned and keeps outside of its state_dict.
         """
         import copy
 
         import torch
 
-        if self.model is not self.run.state["model"] or self.has_batch_norm():
+        model = self.run.state["model"]
+        if not can_be_asked(model):
             return {}
         try:
-            device = next(self.model.parameters()).device
-            batch = torch.load(f"{self.folder}/batch.pt", map_location=device, weights_only=False)
-            args, kwargs = batch
-            model = copy.deepcopy(self.model).eval()
+            # Only what was on the device of rank 0 moves to that of this rank.
+            device = {"cuda:0": str(next(model.parameters()).device)}
+            path = f"{self.folder}/batch.pt"
+            args, kwargs = torch.load(path, map_location=device, weights_only=False)
             with torch.no_grad(), torch.random.fork_rng():
-                answer = model(*args, **kwargs)
+                # The ranks have drawn different numbers.
+                torch.manual_seed(0)
+                answer = copy.deepcopy(model).eval()(*args, **kwargs)
+            tensors = [checksum(value) for _, value in leaves(answer) if is_tensor(value)]
         # It may be anybody's, and say no to a copy, to eval, or to its input.
         except Exception:
             return {}
-        return {"the answer to one batch": checksum([checksum(v) for _, v in leaves(answer)])}
+        return {"the answer to one batch": checksum(tensors)} if tensors else {}
 
     def objects_outside(self):
         """{id: (name, object, checksum)} of what may be a part of training, and is not saved."""
@@ -225,15 +253,23 @@ class Recorder:
         ]
 
 
-def leave_out_dropout(model):
+def can_be_asked(model):
+    """Whether all ranks should give the same answer to a batch.
+
+    Not with FSDP, whose wrapper is no module, and with statistics of each rank. And torch.compile
+    would trace the hook.
+    """
     from torch import nn
 
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        # nn.LSTM, nn.MultiheadAttention and others.
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+    statistics = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    return (
+        isinstance(model, nn.Module)
+        and model._compiled_call_impl is None
+        and not any(
+            isinstance(module, statistics) and module.training and module.track_running_stats
+            for module in model.modules()
+        )
+    )
 
 
 def variables_of_callers():

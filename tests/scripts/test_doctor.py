@@ -123,9 +123,8 @@ def load_data(args, device, rank, world_size):
     sampler = EpochSampler(count, batch_size, rank, world_size)
     train_set, val_set = (TensorDataset(torch.zeros(n, 3)) for n in (count, 30))
     train = DataObject(train_set, sampler, TensorLoader(train_set, sampler, batch_size, device))
-    # More than the doctor knows.
-    second = train
-    return train, DataObject(val_set, range(rank, 30, world_size), None), second
+    # The third is for a loop that reads two data sets.
+    return train, DataObject(val_set, range(rank, 30, world_size), None), train
 """
 
 

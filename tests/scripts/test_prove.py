@@ -55,7 +55,8 @@ def test_a_right_script(command, proved):
     assert results["SIGKILL after step 7, resumed"] == "same bits"
     assert results["SIGTERM after step 6, resumed"] == "same bits"
     assert results["changes, and is in no checkpoint"] == "nothing"
-    assert results["the 2 ranks hold the same"] == "yes"
+    answered = "" if "fsdp" in command else ", and give one batch the same answer"
+    assert results["the 2 ranks hold the same"] == f"yes{answered}"
     assert results["one process in place of 2"].startswith("same to rounding")
 
 
@@ -135,7 +136,7 @@ WRONG = {
         LOSS,
         "        loss = F.cross_entropy(logits, labels) * (1.5 - dist.get_rank())\n"
         "        loss.backward()\n",
-        {"one process in place of 2": r"\*\*differs\*\*"},
+        {"one process in place of 2": r"\*\*differs\*\* by .*; most in \d\.weight"},
     ),
 }
 MINE = """

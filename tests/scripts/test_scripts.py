@@ -76,7 +76,7 @@ def test_weights_of_an_average(tmp_path):
     said = compute(f"{EXPORT} last.pt ema.safetensors", tmp_path)
     assert "has the weights of ema" in said
     said = compute(f"{EXPORT} last.pt raw.safetensors --part model", tmp_path)
-    assert "has the weights of model; discriminator has such, too: --part discriminator" in said
+    assert "has the weights of model; --part discriminator has weights of the same shapes" in said
     begun = f"python {ROOT}/mnist/single.py --model lenet --synthetic 64 --dry-run --init-from"
     assert "weights from last.pt, of its ema: 10 of 10" in compute(f"{begun} last.pt", tmp_path)
     for name, expected in (("ema", average.module), ("raw", model)):

@@ -1,8 +1,13 @@
 """scripts/take.py: what it copies runs in test_copy_out.py."""
 
+import re
+from pathlib import Path
+
 import pytest
 from launch import one_line, run
 from recipes import ROOT
+
+from scripts import take
 
 TAKE = f"python {ROOT}/scripts/take.py"
 pytestmark = pytest.mark.check
@@ -15,6 +20,13 @@ def test_what_to_install_and_to_type(tmp_path):
     taken = {path.name for path in (tmp_path / "project").glob("*")}
     assert taken == {"train.py", "cifar.py", "common", "images"}
     assert (tmp_path / "project" / "common" / "LICENSE").exists()
+
+
+@pytest.mark.parametrize("recipe", take.RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_command_is_that_of_the_copy(recipe, capsys):
+    take.say(recipe, Path("project/train.py"))
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^(?:run|prove): .* project/train\.py", said, re.M)) == 2
 
 
 def test_files_that_are_there(tmp_path):
