@@ -61,7 +61,22 @@ def test_a_right_script(command, proved):
 
 
 STEP = "    step = make_step(model, optimizer, sums)\n"
+NOISE = (
+    "    def draw(module, inputs, logits):\n"
+    "        return logits if module.training else logits + torch.randn_like(logits)\n"
+    "    model.module.register_forward_hook(draw)\n"
+)
 LOSS = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
+
+
+def test_noise_in_evaluation(proved, tmp_path):
+    """All ranks draw the same for the answer to one batch, though they have drawn other numbers."""
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, NOISE + STEP)
+    status, results, said = proved(f"{TORCHRUN} {copy}/ddp_launch.py {FLAGS}")
+    assert status == 0, said
+    assert "give one batch the same answer" in results["the 2 ranks hold the same"]
+
+
 # What is written, and what the checks say of it.
 WRONG = {
     "a generator without a seed": (
