@@ -146,12 +146,13 @@ def table(path, different):
     for old, new in different:
         groups = groups_of(new, text)
         gone = [[] for _ in groups]
+        starts = {first_name(code) for _, codes, _ in groups for code in codes}
         for line in [line.strip() for line in old if not is_comment(line)]:
             if line in kept:
                 continue
             scores = [max(likeness(line, code) for code in codes) for _, codes, _ in groups]
-            starts = {first_name(code) for _, codes, _ in groups for code in codes}
-            if max(scores, default=0) < len(line) / 2 and first_name(line) not in starts:
+            is_like_one = max(scores, default=0) >= len(line) / 2
+            if not is_like_one and first_name(line) not in starts:
                 # Nothing stands in its place.
                 rows.append(f"| | ~~`{cell(line)}`~~ | |")
                 continue

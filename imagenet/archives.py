@@ -403,7 +403,8 @@ def read_index(path):
     offsets_fit = (records["offset"] >= 0) & (records["offset"] <= size_of_archive)
     labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
     are_texts = all(isinstance(text, str) for text in [*header["classes"], header["left_out"]])
-    is_fingerprint = header["fingerprint"] in range(2**32)
+    fingerprint = header["fingerprint"]
+    is_fingerprint = isinstance(fingerprint, int) and 0 <= fingerprint < 2**32
     if not (are_texts and is_fingerprint and (sizes_fit & offsets_fit & labels_fit).all()):
         raise ValueError("absurd")
     return header, records

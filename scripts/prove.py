@@ -174,6 +174,14 @@ def difference_of_ranks(recorded: Path) -> str:
     return ""
 
 
+def all_have_answered(recorded: Path) -> bool:
+    """Whether each rank gave its answer to one batch, at some step."""
+    return any(
+        all("the answer to one batch" in checksums for checksums in ranks.values())
+        for ranks in trace(recorded).values()
+    )
+
+
 def weights(recorded: Path) -> dict:
     saved, _ = checkpoint.read(recorded / "log" / "last.pt")
     return saved["model"]
@@ -235,7 +243,7 @@ def prove(proof: Proof) -> None:
         return
     if difference := difference_of_ranks(whole):
         proof.row(f"the {ranks} ranks hold the same", f"**no** from {difference}", "replicas")
-    elif any("the answer to one batch" in line["checksums"] for line in lines):
+    elif all_have_answered(whole):
         proof.row(f"the {ranks} ranks hold the same", "yes, and give one batch the same answer")
     else:
         proof.row(f"the {ranks} ranks hold the same", "yes")

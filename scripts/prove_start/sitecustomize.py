@@ -119,14 +119,18 @@ class Recorder:
         if self.rank == 0 and not os.path.exists(path):
             torch.save({key: value.cpu() for key, value in weights.items()}, path)
 
+    def parts(self):
+        """The objects in the state, and their attributes: FSDP's wrapper has its model as one."""
+        parts = [*self.run.state.values()]
+        return parts + [value for part in parts for value in vars(part).values()]
+
     def modules(self):
-        """Yield each module in the state. FSDP's wrapper has its own as an attribute."""
+        """Yield each module in the state."""
         from torch import nn
 
-        for part in self.run.state.values():
-            for each in (part, *vars(part).values()):
-                if isinstance(each, nn.Module):
-                    yield from each.modules()
+        for part in self.parts():
+            if isinstance(part, nn.Module):
+                yield from part.modules()
 
     def leave_out_dropout(self):
         from torch import nn
@@ -220,8 +224,7 @@ class Recorder:
         of_callers = [item for variables in variables_of_callers() for item in variables.items()]
         named = {id(value): name for name, value in of_callers if name != "self"}
         existing = [*gc.get_objects(), *(value for _, value in of_callers)]
-        parts = [*self.run.state.values()]
-        parts += [value for part in parts for value in vars(part).values()]
+        parts = self.parts()
         saved = set(map(id, parts))
         tensors = {value.data_ptr() for _, value in leaves(self.state()) if is_tensor(value)}
         modules = [part for part in parts if isinstance(part, nn.Module)]

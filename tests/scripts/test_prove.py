@@ -66,7 +66,6 @@ NOISE = (
     "        return logits if module.training else logits + torch.randn_like(logits)\n"
     "    model.module.register_forward_hook(draw)\n"
 )
-LOSS = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
 
 
 def test_noise_in_evaluation(proved, tmp_path):
@@ -77,6 +76,7 @@ def test_noise_in_evaluation(proved, tmp_path):
     assert "give one batch the same answer" in results["the 2 ranks hold the same"]
 
 
+LOSS = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
 # What is written, and what the checks say of it.
 WRONG = {
     "a generator without a seed": (
