@@ -86,8 +86,9 @@ def write_tensors(content: dict, file: BinaryIO) -> None:
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        # torch ends its file also after an OSError, and says that its place there is wrong.
-        if isinstance(error.__context__, OSError):
+        # torch ends its file also after an OSError, or Ctrl-C in a notebook. It then says that its
+        # place there is wrong.
+        if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
             raise error.__context__ from error
         raise
     file.flush()

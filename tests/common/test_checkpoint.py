@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import time
 import zipfile
 
@@ -294,6 +295,30 @@ def test_what_stays(hard_links, tmp_path, monkeypatch):
         "previous.pt": 5,
         "best.pt": 3,
     }
+
+
+def test_interrupted_anywhere_in_a_save(tmp_path):
+    """Ctrl-C in a notebook, where it is a KeyboardInterrupt: torch ends its file all the same."""
+
+    class Interrupted(io.FileIO):
+        writes = 0
+
+        def write(self, data):
+            self.writes += 1
+            if self.writes == interrupt_at:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(data)
+
+    interrupt_at = 1
+    while True:
+        with Interrupted(tmp_path / "last.pt", "w") as file:
+            try:
+                checkpoint.write_tensors({"model": MODEL.state_dict()}, file)
+                break
+            except KeyboardInterrupt:
+                interrupt_at += 1
+    # At each of its writes; then it was saved.
+    assert interrupt_at == file.writes + 1 > 20
 
 
 def test_copied_or_renamed(folder, tmp_path):
