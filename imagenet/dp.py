@@ -259,8 +259,11 @@ def main():
     if args.accumulate > 1:
         batch_size = train.sampler.batch_size // args.accumulate
         lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")
-    # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
-    strategy = f"DataParallel, batch over {len(gpus)} GPU(s)" if gpus else "DataParallel, no GPU"
+    strategy = "DataParallel, no GPU"
+    if gpus:
+        # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
+        each = train.loader.batch_size / len(gpus)
+        strategy = f"DataParallel, {len(gpus)} GPU(s) with {each:g} images each"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(
         args,

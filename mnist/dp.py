@@ -207,8 +207,11 @@ def main():
         # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": digits.METADATA,
     }
-    # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
-    strategy = f"DataParallel, batch over {len(gpus)} GPU(s)" if gpus else "DataParallel, no GPU"
+    strategy = "DataParallel, no GPU"
+    if gpus:
+        # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
+        each = train.loader.batch_size / len(gpus)
+        strategy = f"DataParallel, {len(gpus)} GPU(s) with {each:g} images each"
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(
         args,

@@ -368,7 +368,7 @@ def test_data_parallel_on_one_device(device, gpus, tmp_path):
     """It takes all GPUs, or the one that is named."""
     flags = f"--synthetic 320 --model lenet --dry-run --device {device}"
     printed, _ = pretended(ROOT / "mnist" / "dp.py", flags, tmp_path)
-    assert f"DataParallel, batch over {gpus} GPU(s) |" in printed
+    assert f"DataParallel, {gpus} GPU(s) with {64 // gpus} images each |" in printed
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cuda:1", 1), ("cuda", 0)])

@@ -90,7 +90,7 @@ def test_docstring_command(recipe, group, start, tmp_path):
         "fsdp.py": "FSDP, torchrun",
         "apex_amp.py": "Apex O., torchrun",
         "torch": "DDP, torchrun",
-        "dp.py": r"DataParallel, (no GPU|batch over [0-9]+ GPU\(s\))",
+        "dp.py": r"DataParallel, (no GPU|\d+ GPU\(s\) with [\d.]+ images each)",
         "single.py": "one device",
     }
     strategy = next(names[part] for part in names if part in group[0])
