@@ -32,7 +32,12 @@ def main(folder, picture):
         ).click()  # else it cuts off the first epoch
         page.get_by_role("button", name="Settings").last.click()  # which closes them
         page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(2000)  # the page does not say when it has drawn the curves (a canvas)
+        # The page does not say when it has drawn the curves (a canvas): once no row comes any more.
+        rows = page.locator("card-view tb-data-table-content-row")
+        shown = 0
+        while shown == 0 or rows.count() > shown:
+            shown = rows.count()
+            page.wait_for_timeout(2000)
         page.screenshot(path=picture)
         for card in page.locator("card-view:has(tb-truncated-path)").all():
             runs = [

@@ -15,10 +15,11 @@ It needs psutil, and for NVIDIA's GPUs nvidia-ml-py. requirements.txt has both.
 
 import argparse
 import json
+import os
+import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from datetime import timedelta
@@ -98,10 +99,12 @@ def main():
         from tensorboard.summary import Writer
     except ImportError as error:
         parser.error(f"pip install psutil tensorboard ({error})")
-    over = threading.Event()
+    # A pipe, and no threading.Event: its wait() holds a lock, for which the handler would wait.
+    over, end = os.pipe()
+    os.set_blocking(end, False)
     # srun passes on USR1, but not TERM.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: over.set())
+        signal.signal(number, lambda *_: os.write(end, b"."))
     # The request for stacks is for the ranks.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     host = socket.gethostname()
@@ -117,7 +120,7 @@ def main():
     # Not all figures: a run can take weeks.
     sums = Counter()
     counts = Counter()
-    while not over.wait(args.seconds):
+    while not select.select([over], [], [], args.seconds)[0]:
         figures = measure(psutil, nvml, gpus)
         sums.update(figures)
         counts.update(figures.keys())

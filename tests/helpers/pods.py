@@ -276,9 +276,10 @@ class Pod:
         """What a command in the running pod prints: kubectl exec."""
         return podman("exec", self.name, *command, status=status)
 
-    def kill(self):
-        """SIGKILL to all its processes."""
-        podman("kill", "--signal=KILL", self.name)
+
+def kill(*pods):
+    """SIGKILL to all processes of all of them, at once."""
+    podman("kill", "--signal=KILL", *(pod.name for pod in pods))
 
 
 def evict(*pods):

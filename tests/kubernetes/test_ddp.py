@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from forked import compute
 from launch import assert_same, checkpoint, evaluations
-from pods import IndexedJob, Namespace, bytes_of, documents, podman
+from pods import IndexedJob, Namespace, bytes_of, documents, kill, podman
 from recipes import ROOT
 
 ONE_PROCESS = {
@@ -99,8 +99,7 @@ def test_killed_pods(start, namespace, undisturbed):
     """Both: the run goes on from the last checkpoint."""
     job = start(f"{FLAGS} --checkpoint-every=3")
     job.wait_for("^epoch 2/")
-    for pod in job.pods.values():
-        pod.kill()
+    kill(*job.pods.values())
     log = job.finish()
     assert "resumed from" in log
     assert "stopped after a signal" not in log

@@ -248,8 +248,8 @@ def test_the_accuracy_is_that_of_the_saved_model(strategy, data, tmp_path):
         "print(single.evaluate(model, loader, 'cpu'))"
     )
     (tmp_path / "evaluate.py").write_text(code)
-    # bf16 has 8 bits.
-    slack = 0.5 if strategy == "ddp_amp" else 0.005
+    # bf16 has 8 bits: up to three of the 301 images.
+    slack = 1 if strategy == "ddp_amp" else 0.005
     alone = 100 * float(compute("python evaluate.py", tmp_path))
     assert accuracy == pytest.approx(alone, abs=slack)
 

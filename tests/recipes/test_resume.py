@@ -295,7 +295,9 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
             break  # it came in the last evaluation
         if strategy.startswith("hvd") and "stopped after" not in output:
             continue  # its launcher has killed it, 5 s later
-        if not re.search("^step |^stopped after", output, re.MULTILINE):
+        # A rank hears the signal after its first step, which may have printed a line.
+        steps = re.findall("^step ", output, re.MULTILINE)
+        if len(steps) < 2 and "stopped after" not in output:
             # horovodrun --gloo ends with 0 when it stops ranks that have just been started, whose
             # shells say so
             assert status != 0 or (strategy == "hvd_gloo" and "Terminated" in output), (

@@ -21,7 +21,9 @@ def test_recommended_line(tmp_path):
     rows = re.findall(r"^\| (.+?) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", shown, re.M)
     names = [row[0] for row in rows]
     assert names[0] == "default"
-    assert {"bf16", "--channels-last"} <= set(names)
+    assert "bf16" in names
+    # Not alone, if the default has turned out too slow.
+    assert any("--channels-last" in name for name in names)
     assert any("processes: 2" in name or "OMP_NUM_THREADS" in name for name in names)
     first = float(rows[0][1].replace(",", ""))
     for _, speed, ratio, memory, _ in rows:
