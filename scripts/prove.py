@@ -5,14 +5,15 @@
 
 The script is one that was made from a recipe or an example. It is run for a few steps at a time:
 twice undisturbed; with SIGKILL to all ranks, and with SIGTERM to one, each resumed; and with the
-same global batch on all processes and on one. After each step the ranks are compared. The table
-says what is the same, bit by bit or to rounding, and what is not: the step, the tensor and the rank
-where it begins. docs/your-own.md says what that usually means. It ends with status 1 if something
-is wrong.
+same global batch on all processes and on one, which then evaluate the same weights. After each step
+the ranks are compared. The table says what is the same, bit by bit or to rounding, and what is not:
+the step, the tensor and the rank where it begins. docs/your-own.md says what that usually means. It
+ends with status 1 if something is wrong.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -28,16 +29,19 @@ sys.path.append(str(ROOT))
 
 import torch
 
-from common import checkpoint, flags, schedule
+from common import checkpoint, flags, results, schedule
 from common.errors import InputError, RunError
 
 # A checkpoint comes every five steps, and the signals between two of them. Both cut groups of two,
 # three, four and six batches.
 CHECKPOINT_EVERY = 5
 SIGNAL_AFTER = 7
-# Of the first update, relative to its norm: how far one process and several may be apart.
+# How far one process and several may be apart: of an update relative to its norm, and of a figure.
 ROUNDING = 1e-3
 ROUNDING_IN_16_BITS = 0.1
+# Rounding grows from step to step, in some scripts up to the whole update. So the weights of one
+# process are rounded once more in a run of their own; several may grow so many times as far apart.
+GROWTH = 10
 FLAGS_OF_16_BITS = ("amp_dtype", "comm_hook", "fp16_allreduce", "opt_level", "param_dtype")
 # BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
 OF_A_RANK = re.compile(r"running_(mean|var)$")
@@ -47,8 +51,11 @@ MEANINGS = {
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
     "replicas": "the ranks hold different states, and a checkpoint keeps that of rank 0, or none",
-    "one process": "a loss is divided by the samples of its rank instead of those of all, the "
-    "ranks do not share the data as one process sees it, or each draws random numbers in the step",
+    "one process": "a loss is divided by the samples of its rank instead of those of all, padding "
+    "takes part in it, the ranks do not share the data as one process sees it, or each draws "
+    "random numbers in the step",
+    "figures": "a figure is a mean of batches or of ranks instead of all samples, or padding or "
+    "random numbers take part in it",
     "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
 }
 
@@ -60,7 +67,8 @@ class Proof:
         self.command = command
         self.steps = steps
         self.folder = folder
-        self.wrong = []
+        # What the wrong rows usually mean.
+        self.wrong = {}
 
     def run(self, name: str, command=None, more=(), **environment) -> Path:
         """Run it up to its last step, or to its signal; return the folder of what it recorded."""
@@ -108,7 +116,7 @@ class Proof:
         """Print a row; `wrong` is the key of what it usually means."""
         print(f"| {check} | {result} |", flush=True)
         if wrong:
-            self.wrong.append(f"{check}: {MEANINGS[wrong]}")
+            self.wrong[wrong] = f"{check}: {MEANINGS[wrong]}"
 
     def compare(self, check: str, whole: Path, other: Path, wrong: str) -> None:
         """Bit by bit: the first step, rank and tensor that differ."""
@@ -125,8 +133,11 @@ class Proof:
 
 
 def last_line(recorded: Path) -> str:
+    """The last line that names an error, or the last one; below it torchrun prints a summary."""
     lines = (recorded / "output").read_text(errors="replace").splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    script_or_error = re.compile(r"^(\[rank\d+\]: )?(\w+\.py: |[\w.]*(Error|Exception)\b)")
+    errors = [line for line in lines if script_or_error.search(line)]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def trace(recorded: Path) -> dict:
@@ -235,7 +246,10 @@ def prove(proof: Proof) -> None:
     if outside:
         proof.row("changes, and is in no checkpoint", f"**{', '.join(outside)}**", "outside")
     else:
-        proof.row("changes, and is in no checkpoint", "nothing")
+        proof.row(
+            "changes, and is in no checkpoint",
+            "no model, optimizer, scheduler, scaler or generator",
+        )
 
     ranks = ranks_of(whole)
     if ranks == 1:
@@ -251,7 +265,7 @@ def prove(proof: Proof) -> None:
 
 
 def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool) -> None:
-    """Train with the same global batch on one process."""
+    """Train with the same global batch on one process, and evaluate the same weights there."""
     check = f"one process in place of {ranks}"
     command = on_one_process(proof.command)
     if command is None:
@@ -265,21 +279,48 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool
     flags_of_both = same_training(saved["config"], ranks)
     # Without dropout, which each rank draws of its own: it would hide a wrong loss.
     several = proof.run("several", more=flags_of_both, PROVE_NO_DROPOUT="1")
-    one = proof.run("one", command, flags_of_both, PROVE_NO_DROPOUT="1")
-    start, after = (torch.load(several / name) for name in ("before.pt", "after.pt"))
-    after_one = torch.load(one / "after.pt")
+    theirs = str(several / "log" / "last.pt")
+    one = proof.run("one", command, flags_of_both, PROVE_NO_DROPOUT="1", PROVE_EVALUATE=theirs)
+    disturbed = proof.run(
+        "disturbed", command, flags_of_both, PROVE_NO_DROPOUT="1", PROVE_DISTURB="1"
+    )
+    start, after, end = (torch.load(several / f"{name}.pt") for name in ("before", "after", "end"))
+    after_one, end_one = (torch.load(one / f"{name}.pt") for name in ("after", "end"))
     first = distance(after, after_one, start)
-    last = distance(weights(several), weights(one), start)
+    last = distance(end, end_one, start)
+    last_by_rounding = distance(torch.load(disturbed / "end.pt"), end_one, start)
     growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
     short = any(saved["config"].get(flag) for flag in FLAGS_OF_16_BITS)
-    if first < (ROUNDING_IN_16_BITS if short else ROUNDING):
+    rounding = ROUNDING_IN_16_BITS if short else ROUNDING
+    if first < rounding and last < max(rounding, GROWTH * last_by_rounding):
         proof.row(check, f"same to rounding: {growth}")
     elif has_batch_norm:
         why = "the model has BatchNorm, which each rank has of its own"
         proof.row(check, f"other by {growth}: {why}")
     else:
-        furthest = furthest_apart(after, after_one)
+        furthest = furthest_apart(end, end_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")
+    compare_figures(proof, figures(several), figures(one), ranks, rounding)
+
+
+def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding: float) -> None:
+    """Those of an evaluation of the same weights on `ranks` processes and on one."""
+    check = "evaluated on one process"
+    for name, value in several.items():
+        same = math.isclose(value, one[name], rel_tol=rounding, abs_tol=1e-6)
+        # A figure can be undefined on purpose.
+        if not same and not math.isnan(value):
+            values = f"{name} is {value:.6g} on {ranks} processes, {one[name]:.6g} on one"
+            proof.row(check, f"**differs**: {values}", "figures")
+            return
+    proof.row(check, f"same to rounding: {', '.join(several)}")
+
+
+def figures(recorded: Path) -> dict:
+    """The figures of the last evaluation of a run."""
+    events = results.read(recorded / "log" / "results.jsonl")
+    *_, last = (event for event in events if event["event"] == "evaluation")
+    return {name: value for name, value in last.items() if name.startswith("val/")}
 
 
 def furthest_apart(ours: dict, theirs: dict) -> str:
@@ -315,7 +356,10 @@ def main():
         proof = Proof(command, args.steps, folder)
         prove(proof)
     print(f"\n{time.monotonic() - began:.0f} s")
-    for each in proof.wrong:
+    if "SIGKILL" in proof.wrong:
+        # What SIGKILL loses, SIGTERM loses, too.
+        proof.wrong.pop("SIGTERM", None)
+    for each in proof.wrong.values():
         print(f"{each} (docs/your-own.md#prove-it)")
     return 1 if proof.wrong else 0
 

@@ -2,9 +2,9 @@
 
 It waits until the script imports common/run.py, and then writes down after each step what this
 rank has: a checksum of each tensor of `state`, to PROVE/rank-N.jsonl. It keeps the weights of rank
-0 before and after the first step, too, looks for objects that change and are not in `state`, and
-asks the models of all ranks about one batch. And it sends the signal that the proof is about. A
-sitecustomize of the environment is not read.
+0 before and after the first step and after the last one, too, looks for objects that change and are
+not in `state`, and asks the models of all ranks about one batch. And it sends the signal that the
+proof is about. A sitecustomize of the environment is not read.
 """
 
 import contextlib
@@ -52,6 +52,9 @@ def watch(run_class):
         if hasattr(run, "recorder"):
             run.recorder.look()
         save(run, *args, **kwargs)
+        # Before the last evaluation.
+        if hasattr(run, "recorder") and "PROVE_EVALUATE" in os.environ:
+            run.recorder.take_weights(os.environ["PROVE_EVALUATE"])
 
     run_class.batches, run_class.save = recorded_batches, recorded_save
 
@@ -75,6 +78,8 @@ class Recorder:
         self.first = self.steps + 1
         if os.environ.get("PROVE_NO_DROPOUT"):
             self.leave_out_dropout()
+        if os.environ.get("PROVE_DISTURB"):
+            self.disturb()
         self.keep_weights("before.pt")
         self.keep_first_batch()
         self.outside = None
@@ -93,6 +98,8 @@ class Recorder:
         elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
             line["checksums"].update(self.answer_to_first_batch())
+        elif steps == self.run.position.max_steps:
+            self.keep_weights("end.pt")
         with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
             print(json.dumps(line), file=file, flush=True)
         if os.environ.get("PROVE_KILL") == str(steps):
@@ -111,7 +118,7 @@ class Recorder:
         return {name: checksum(value) for name, value in leaves(parts) if value is not None}
 
     def keep_weights(self, name):
-        """Write the weights of rank 0 to a file, for the first step of a run."""
+        """Write the weights of rank 0 to a file, once."""
         import torch
 
         weights = self.run.state["model"].state_dict()
@@ -141,6 +148,31 @@ class Recorder:
             # nn.LSTM, nn.MultiheadAttention and others.
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
+
+    def disturb(self):
+        """Change each weight by about one rounding, to see how far that grows."""
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        for module in self.modules():
+            for weight in module.parameters(recurse=False):
+                # FSDP's tensor is whole on one process.
+                tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+                signs = torch.randint(-1, 2, tensor.shape, generator=generator)
+                roundings = signs.to(tensor) * torch.finfo(tensor.dtype).eps
+                tensor.detach().mul_(1 + roundings)
+
+    def take_weights(self, checkpoint):
+        """Let the models have those of another run at its end, for the last evaluation."""
+        import torch
+        from torch import nn
+
+        if self.steps != self.run.position.max_steps:
+            return
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        for name, part in self.run.state.items():
+            if name == "model" or isinstance(part, nn.Module):
+                part.load_state_dict(saved[name])
 
     def has_batch_norm(self):
         """It makes the training of several processes another one than that of one."""
