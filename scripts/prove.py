@@ -133,10 +133,11 @@ class Proof:
 
 
 def last_line(recorded: Path) -> str:
-    """The last line that names an error, or the last one; below it torchrun prints a summary."""
+    """The last line in which a script or Python names an error, or the last one."""
     lines = (recorded / "output").read_text(errors="replace").splitlines()
-    script_or_error = re.compile(r"^(\[rank\d+\]: )?(\w+\.py: |[\w.]*(Error|Exception)\b)")
-    errors = [line for line in lines if script_or_error.search(line)]
+    named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
+    # Below it torchrun prints an error of its own, and a summary.
+    errors = [line for line in lines if named.match(line) and "elastic" not in line]
     return (errors or lines or ["it printed nothing"])[-1]
 
 

@@ -234,10 +234,10 @@ def test_real_processes(tmp_path):
 
 
 def test_a_command_that_fails(tmp_path):
-    """In one line, and nothing is left."""
-    command = f"python {ROOT}/scripts/prove.py python {ROOT}/mnist/single.py --epoch 3"
+    """In one line, which the script has printed before torchrun's summary. Nothing is left."""
+    command = f"python {ROOT}/scripts/prove.py {TORCHRUN} {ROOT}/mnist/ddp_launch.py --epoch 3"
     line = one_line(run(command, tmp_path, status=1))
-    assert "ended with status 2" in line and "--epoch 3" in line
+    assert "ended with status 1: ddp_launch.py: unrecognized arguments: --epoch 3" in line
     assert "give the command" in one_line(
         run(f"python {ROOT}/scripts/prove.py", tmp_path, status=2)
     )
