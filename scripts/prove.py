@@ -124,7 +124,7 @@ class Proof:
         if not difference:
             self.row(check, "same bits")
             return
-        apart = distance(weights(whole), weights(other))
+        apart = distance(weights(whole / "end.pt"), weights(other / "end.pt"))
         # More than two ranks add up in another order after a start.
         if ranks_of(whole) > 2 and apart < ROUNDING:
             self.row(check, f"same to rounding: {apart:.0e} apart at the end")
@@ -194,9 +194,9 @@ def all_have_answered(recorded: Path) -> bool:
     )
 
 
-def weights(recorded: Path) -> dict:
-    saved, _ = checkpoint.read(recorded / "log" / "last.pt")
-    return saved["model"]
+def weights(path: Path) -> dict:
+    """Those of the model in a file of prove_start."""
+    return torch.load(path, map_location="cpu")["model"]
 
 
 def distance(ours: dict, theirs: dict, start: dict | None = None) -> float:
@@ -278,50 +278,68 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool
         return
     # Both with the same flags, as the rate of one process is where a warm-up begins.
     flags_of_both = same_training(saved["config"], ranks)
+
     # Without dropout, which each rank draws of its own: it would hide a wrong loss.
-    several = proof.run("several", more=flags_of_both, PROVE_NO_DROPOUT="1")
-    theirs = str(several / "log" / "last.pt")
-    one = proof.run("one", command, flags_of_both, PROVE_NO_DROPOUT="1", PROVE_EVALUATE=theirs)
-    disturbed = proof.run(
-        "disturbed", command, flags_of_both, PROVE_NO_DROPOUT="1", PROVE_DISTURB="1"
-    )
-    start, after, end = (torch.load(several / f"{name}.pt") for name in ("before", "after", "end"))
-    after_one, end_one = (torch.load(one / f"{name}.pt") for name in ("after", "end"))
-    first = distance(after, after_one, start)
-    last = distance(end, end_one, start)
-    last_by_rounding = distance(torch.load(disturbed / "end.pt"), end_one, start)
-    growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
+    def run(name, command, **environment):
+        return proof.run(name, command, flags_of_both, PROVE_NO_DROPOUT="1", **environment)
+
+    several = run("several", proof.command)
+    one = run("one", command, PROVE_EVALUATE=str(several / "end.pt"))
+    disturbed = run("disturbed", command, PROVE_DISTURB="1")
     short = any(saved["config"].get(flag) for flag in FLAGS_OF_16_BITS)
     rounding = ROUNDING_IN_16_BITS if short else ROUNDING
+    compare_weights(proof, check, several, one, disturbed, rounding, has_batch_norm)
+    compare_figures(proof, figures(several), figures(one), ranks, rounding)
+
+
+def compare_weights(
+    proof: Proof,
+    check: str,
+    several: Path,
+    one: Path,
+    disturbed: Path,
+    rounding: float,
+    has_batch_norm: bool,
+) -> None:
+    """Those of several processes and of one, after the first step and at the end."""
+    start = weights(several / "before.pt")
+    end, end_of_one = weights(several / "end.pt"), weights(one / "end.pt")
+    first = distance(weights(several / "after.pt"), weights(one / "after.pt"), start)
+    last = distance(end, end_of_one, start)
+    last_by_rounding = distance(weights(disturbed / "end.pt"), end_of_one, start)
+    growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
     if first < rounding and last < max(rounding, GROWTH * last_by_rounding):
         proof.row(check, f"same to rounding: {growth}")
     elif has_batch_norm:
         why = "the model has BatchNorm, which each rank has of its own"
         proof.row(check, f"other by {growth}: {why}")
     else:
-        furthest = furthest_apart(end, end_one)
+        furthest = furthest_apart(end, end_of_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")
-    compare_figures(proof, figures(several), figures(one), ranks, rounding)
 
 
 def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding: float) -> None:
     """Those of an evaluation of the same weights on `ranks` processes and on one."""
     check = "evaluated on one process"
     for name, value in several.items():
-        same = math.isclose(value, one[name], rel_tol=rounding, abs_tol=1e-6)
-        # A figure can be undefined on purpose.
-        if not same and not math.isnan(value):
-            values = f"{name} is {value:.6g} on {ranks} processes, {one[name]:.6g} on one"
+        of_one = one[name]
+        close = math.isclose(value, of_one, rel_tol=rounding, abs_tol=1e-6)
+        both_undefined = math.isnan(value) and math.isnan(of_one)
+        if not (close or both_undefined):
+            values = f"{name} is {value:.6g} on {ranks} processes, {of_one:.6g} on one"
             proof.row(check, f"**differs**: {values}", "figures")
             return
-    proof.row(check, f"same to rounding: {', '.join(several)}")
+    names = ", ".join(several)
+    proof.row(check, f"same to rounding: {names}" if several else "there are no figures")
 
 
 def figures(recorded: Path) -> dict:
-    """The figures of the last evaluation of a run."""
-    events = results.read(recorded / "log" / "results.jsonl")
-    *_, last = (event for event in events if event["event"] == "evaluation")
-    return {name: value for name, value in last.items() if name.startswith("val/")}
+    """The figures of the last evaluation of a run, if there was one."""
+    found = {}
+    for event in results.read(recorded / "log" / "results.jsonl"):
+        if event["event"] == "evaluation":
+            found = {name: value for name, value in event.items() if name.startswith("val/")}
+    return found
 
 
 def furthest_apart(ours: dict, theirs: dict) -> str:

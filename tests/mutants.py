@@ -555,6 +555,12 @@ MUTANTS = [
         "tests/common/test_devices.py::test_cores_of_a_process",
     ),
     Mutant(
+        "Ctrl-C that a save turns into another error",
+        "common/checkpoint.py",
+        {"(OSError, KeyboardInterrupt)": "OSError"},
+        "tests/common/test_checkpoint.py::test_interrupted_anywhere_in_a_save",
+    ),
+    Mutant(
         "momentum of any shape",
         "common/optimizers.py",
         {"(fused and not fits)": "False"},

@@ -98,7 +98,7 @@ class Recorder:
         elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
             line["checksums"].update(self.answer_to_first_batch())
-        elif steps == self.run.position.max_steps:
+        if steps == self.run.position.max_steps:
             self.keep_weights("end.pt")
         with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
             print(json.dumps(line), file=file, flush=True)
@@ -117,14 +117,35 @@ class Recorder:
         # None is what rank 0 alone has, with FSDP.
         return {name: checksum(value) for name, value in leaves(parts) if value is not None}
 
+    def models(self):
+        """{name: a part of the state that has weights}; an EMA is one of them."""
+        from torch import nn
+
+        # That of FSDP is no module.
+        return {
+            name: part
+            for name, part in self.run.state.items()
+            if name == "model" or isinstance(part, nn.Module)
+        }
+
     def keep_weights(self, name):
-        """Write the weights of rank 0 to a file, once."""
+        """Write the weights of rank 0 to a file, once: {"model": its state_dict, ...}."""
         import torch
 
-        weights = self.run.state["model"].state_dict()
+        weights = {model: part.state_dict() for model, part in self.models().items()}
         path = f"{self.folder}/{name}"
         if self.rank == 0 and not os.path.exists(path):
-            torch.save({key: value.cpu() for key, value in weights.items()}, path)
+            torch.save(weights, path)
+
+    def take_weights(self, path):
+        """Let the models have those of another run's end, for the last evaluation."""
+        import torch
+
+        if self.steps != self.run.position.max_steps:
+            return
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in self.models().items():
+            part.load_state_dict(weights[name])
 
     def parts(self):
         """The objects in the state, and their attributes: FSDP's wrapper has its model as one."""
@@ -161,18 +182,6 @@ class Recorder:
                 signs = torch.randint(-1, 2, tensor.shape, generator=generator)
                 roundings = signs.to(tensor) * torch.finfo(tensor.dtype).eps
                 tensor.detach().mul_(1 + roundings)
-
-    def take_weights(self, checkpoint):
-        """Let the models have those of another run at its end, for the last evaluation."""
-        import torch
-        from torch import nn
-
-        if self.steps != self.run.position.max_steps:
-            return
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        for name, part in self.run.state.items():
-            if name == "model" or isinstance(part, nn.Module):
-                part.load_state_dict(saved[name])
 
     def has_batch_norm(self):
         """It makes the training of several processes another one than that of one."""
