@@ -262,10 +262,12 @@ def prove(proof: Proof) -> None:
         proof.row(f"the {ranks} ranks hold the same", "yes, and give one batch the same answer")
     else:
         proof.row(f"the {ranks} ranks hold the same", "yes")
-    compare_with_one(proof, whole, ranks, lines[0]["has_batch_norm"])
+    if lines[0]["has_batch_norm"]:
+        proof.row("BatchNorm", "each rank has its own; below, each sample has its own")
+    compare_with_one(proof, whole, ranks)
 
 
-def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool) -> None:
+def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     """Train with the same global batch on one process, and evaluate the same weights there."""
     check = f"one process in place of {ranks}"
     command = on_one_process(proof.command)
@@ -279,16 +281,17 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int, has_batch_norm: bool
     # Both with the same flags, as the rate of one process is where a warm-up begins.
     flags_of_both = same_training(saved["config"], ranks)
 
-    # Without dropout, which each rank draws of its own: it would hide a wrong loss.
+    # Without what each rank has of its own, dropout and BatchNorm's statistics: they would hide a
+    # wrong loss.
     def run(name, command, **environment):
-        return proof.run(name, command, flags_of_both, PROVE_NO_DROPOUT="1", **environment)
+        return proof.run(name, command, flags_of_both, PROVE_LIKE_ONE="1", **environment)
 
     several = run("several", proof.command)
     one = run("one", command, PROVE_EVALUATE=str(several / "end.pt"))
     disturbed = run("disturbed", command, PROVE_DISTURB="1")
     short = any(saved["config"].get(flag) for flag in FLAGS_OF_16_BITS)
     rounding = ROUNDING_IN_16_BITS if short else ROUNDING
-    compare_weights(proof, check, several, one, disturbed, rounding, has_batch_norm)
+    compare_weights(proof, check, several, one, disturbed, rounding)
     compare_figures(proof, figures(several), figures(one), ranks, rounding)
 
 
@@ -299,7 +302,6 @@ def compare_weights(
     one: Path,
     disturbed: Path,
     rounding: float,
-    has_batch_norm: bool,
 ) -> None:
     """Those of several processes and of one, after the first step and at the end."""
     start = weights(several / "before.pt")
@@ -310,9 +312,6 @@ def compare_weights(
     growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
     if first < rounding and last < max(rounding, GROWTH * last_by_rounding):
         proof.row(check, f"same to rounding: {growth}")
-    elif has_batch_norm:
-        why = "the model has BatchNorm, which each rank has of its own"
-        proof.row(check, f"other by {growth}: {why}")
     else:
         furthest = furthest_apart(end, end_of_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")

@@ -8,6 +8,7 @@ proof is about. A sitecustomize of the environment is not read.
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -76,8 +77,9 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
-        if os.environ.get("PROVE_NO_DROPOUT"):
+        if os.environ.get("PROVE_LIKE_ONE"):
             self.leave_out_dropout()
+            self.leave_out_batch_statistics()
         if os.environ.get("PROVE_DISTURB"):
             self.disturb()
         self.keep_weights("before.pt")
@@ -93,7 +95,7 @@ class Recorder:
         line = {"step": steps, "ranks": self.ranks, "checksums": self.checksums()}
         if steps == self.first:
             self.keep_weights("after.pt")
-            line["has_batch_norm"] = self.has_batch_norm()
+            line["has_batch_norm"] = any(self.batch_norms())
             self.outside = self.objects_outside()
         elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
@@ -161,6 +163,7 @@ class Recorder:
                 yield from part.modules()
 
     def leave_out_dropout(self):
+        """Each rank draws its own."""
         from torch import nn
 
         for module in self.modules():
@@ -169,6 +172,21 @@ class Recorder:
             # nn.LSTM, nn.MultiheadAttention and others.
             elif isinstance(getattr(module, "dropout", None), float):
                 module.dropout = 0.0
+
+    def leave_out_batch_statistics(self):
+        """Let BatchNorm normalise each sample by itself, as each rank has a batch of its own."""
+        for module in self.batch_norms():
+            module.forward = functools.partial(normalise_each_sample, module)
+
+    def batch_norms(self):
+        """Yield each module that takes the statistics of a rank's batch."""
+        from torch import nn
+
+        for module in self.modules():
+            is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            is_frozen = not module.training
+            if is_one and not is_frozen and not isinstance(module, nn.SyncBatchNorm):
+                yield module
 
     def disturb(self):
         """Change each weight by about one rounding, to see how far that grows."""
@@ -182,18 +200,6 @@ class Recorder:
                 signs = torch.randint(-1, 2, tensor.shape, generator=generator)
                 roundings = signs.to(tensor) * torch.finfo(tensor.dtype).eps
                 tensor.detach().mul_(1 + roundings)
-
-    def has_batch_norm(self):
-        """It makes the training of several processes another one than that of one."""
-        from torch import nn
-
-        return any(
-            isinstance(module, nn.modules.batchnorm._BatchNorm)
-            and not isinstance(module, nn.SyncBatchNorm)
-            # Not frozen.
-            and module.training
-            for module in self.modules()
-        )
 
     def keep_first_batch(self):
         """Let the model of rank 0 write what it is first given to a file."""
@@ -295,6 +301,16 @@ class Recorder:
             for name, each, before in self.outside.values()
             if checksum_of(each) != before
         ]
+
+
+def normalise_each_sample(batch_norm, x):
+    """In place of its forward: with the mean and the variance of a sample's channels."""
+    from torch.nn import functional
+
+    weight, bias = batch_norm.weight, batch_norm.bias
+    # Apex has weights of another type here than activations.
+    values = x if weight is None else x.to(weight.dtype)
+    return functional.group_norm(values, 1, weight, bias, batch_norm.eps).to(x.dtype)
 
 
 def can_be_asked(model):
