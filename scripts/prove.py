@@ -263,7 +263,7 @@ def prove(proof: Proof) -> None:
     else:
         proof.row(f"the {ranks} ranks hold the same", "yes")
     if lines[0]["has_batch_norm"]:
-        proof.row("BatchNorm", "each rank has its own; below, each sample has its own")
+        proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
     compare_with_one(proof, whole, ranks)
 
 
@@ -303,7 +303,7 @@ def compare_weights(
     disturbed: Path,
     rounding: float,
 ) -> None:
-    """Those of several processes and of one, after the first step and at the end."""
+    """Compare the weights of several processes and of one, after the first step and at the end."""
     start = weights(several / "before.pt")
     end, end_of_one = weights(several / "end.pt"), weights(one / "end.pt")
     first = distance(weights(several / "after.pt"), weights(one / "after.pt"), start)
@@ -318,7 +318,7 @@ def compare_weights(
 
 
 def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding: float) -> None:
-    """Those of an evaluation of the same weights on `ranks` processes and on one."""
+    """Compare the figures of `ranks` processes and of one, which evaluated the same weights."""
     check = "evaluated on one process"
     for name, value in several.items():
         of_one = one[name]
