@@ -34,8 +34,9 @@ def main(folder, picture):
         page.wait_for_load_state("networkidle")
         # The page does not say when it has drawn the curves (a canvas): once no row comes any more.
         rows = page.locator("card-view tb-data-table-content-row")
+        rows.first.wait_for(state="attached")
         shown = 0
-        while shown == 0 or rows.count() > shown:
+        while rows.count() > shown:
             shown = rows.count()
             page.wait_for_timeout(2000)
         page.screenshot(path=picture)

@@ -97,6 +97,11 @@ class Proof:
             )
         if not list(recorded.glob("rank-*.jsonl")):
             raise InputError(f"no step was seen: {last_line(recorded)}")
+        expected_to_stop = expected_to_fail or "PROVE_TERM" in environment
+        if not (expected_to_stop or (recorded / "end.pt").exists()):
+            raise RunError(
+                f"{shlex.join(words)} ended before step {self.steps}: {last_line(recorded)}"
+            )
         return recorded
 
     def interrupt(self, check: str, name: str, whole: Path, wrong: str, **signal_after) -> None:
@@ -262,8 +267,6 @@ def prove(proof: Proof) -> None:
         proof.row(f"the {ranks} ranks hold the same", "yes, and give one batch the same answer")
     else:
         proof.row(f"the {ranks} ranks hold the same", "yes")
-    if lines[0]["has_batch_norm"]:
-        proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
     compare_with_one(proof, whole, ranks)
 
 
@@ -278,6 +281,8 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     if not {"global_batch_size", "scale_lr"} <= saved["config"].keys():
         proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
         return
+    if lines_of(whole / "rank-0.jsonl")[0]["has_batch_norm"]:
+        proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
     # Both with the same flags, as the rate of one process is where a warm-up begins.
     flags_of_both = same_training(saved["config"], ranks)
 

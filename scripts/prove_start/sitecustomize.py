@@ -195,6 +195,8 @@ class Recorder:
         generator = torch.Generator().manual_seed(0)
         for module in self.modules():
             for weight in module.parameters(recurse=False):
+                if not weight.is_floating_point():
+                    continue
                 # FSDP's tensor is whole on one process.
                 tensor = weight.to_local() if hasattr(weight, "to_local") else weight
                 signs = torch.randint(-1, 2, tensor.shape, generator=generator)

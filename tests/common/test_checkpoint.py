@@ -318,7 +318,8 @@ def test_interrupted_anywhere_in_a_save(tmp_path):
             except KeyboardInterrupt:
                 interrupt_at += 1
     # At each of its writes; then it was saved.
-    assert interrupt_at == file.writes + 1 > 20
+    assert file.writes > 20
+    assert interrupt_at == file.writes + 1
 
 
 def test_copied_or_renamed(folder, tmp_path):

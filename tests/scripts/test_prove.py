@@ -10,6 +10,7 @@ from forked import ForkedJob
 from launch import need_horovod, one_line, run
 from recipes import ROOT, changed_copy
 
+from common.errors import RunError
 from scripts import prove
 
 # The default model has BatchNorm.
@@ -223,11 +224,24 @@ def test_a_wrong_script(name, proved, tmp_path):
 
 
 def meaning_of(check):
-    first = {
-        **{"the": "replicas", "changes,": "outside", "two": "two runs"},
-        **{"one": "one process", "evaluated": "figures"},
+    by_first_word = {
+        "two": "two runs",
+        "changes,": "outside",
+        "the": "replicas",
+        "one": "one process",
+        "evaluated": "figures",
     }
-    return first.get(check.split()[0], check.split()[0])
+    word = check.split()[0]
+    return by_first_word.get(word, word)
+
+
+def test_a_script_that_ends_early(proved, tmp_path):
+    """With status 0: the rows would compare what there is."""
+    line = "        position.advance()\n"
+    early = "        if position.steps == 8:\n            sys.exit()\n"
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, line + early)
+    with pytest.raises(RunError, match="ended before step 12"):
+        proved(f"{TORCHRUN} {copy}/ddp_launch.py {FLAGS}")
 
 
 def test_real_processes(tmp_path):
