@@ -1,37 +1,68 @@
 """Run commands in processes that are forked from one in which torch is already imported.
 
-A process then starts in 0.1 s instead of 3 s. This is for tests of what a recipe computes, saves
-and prints. Tests of launchers, Ctrl-C, orphans and the end of a process start real commands
-(launch.py).
+A process then starts in 0.1 s instead of 3 s. torchrun is torch's own, with its store, its signals
+and its ranks as processes of their own. Real commands (launch.py) are for tests of what a shell,
+an import or the end of the interpreter does, and of mpirun and horovodrun, which start programs.
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import re
 import runpy
 import shlex
+import signal
+import subprocess
 import sys
-import tempfile
-import time
+import types
 from pathlib import Path
 
 import launch
 import pretended_gpu
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
+FROM_SERVER = multiprocessing.get_context("forkserver")
+FROM_HERE = multiprocessing.get_context("fork")
+FROM_SERVER.set_forkserver_preload(
     [  # not common/, which a test can replace by a changed copy
         "filelock",
         "horovod.torch",
+        "psutil",
+        "pytest",
         "torch._dynamo",
+        "torch.distributed.run",
         "torch.nn.parallel",
         "torch.utils.tensorboard",
         "torchvision.models",
         "tqdm",
     ]
 )
+
+
+class LikePopen:
+    """What subprocess.Popen has, for a process of multiprocessing."""
+
+    def poll(self):
+        return self.exitcode
+
+    def wait(self, timeout=None):
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout)
+        return self.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
+class Command(LikePopen, FROM_SERVER.Process):
+    """A process that is forked from the one with torch."""
+
+
+class Rank(LikePopen, FROM_HERE.Process):
+    """A process that a forked launcher forks."""
 
 
 def torchrun_ranks(size):
@@ -70,15 +101,58 @@ def horovodrun_ranks(size):
     return [{**shared, **create_slot_env_vars(slot)} for slot in slots], server
 
 
-def run_script(arguments, cwd, environment, printed):
-    """In a forked process: run a script as `python` would."""
-    multiprocessing.process._parent_process = None  # as in a process that a shell has started
-    with open(printed, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.chdir(cwd)
+def run_ranks(words, ranks):
+    """Run a script once for each dict of variables in `ranks`, and end with the highest status."""
+    processes = [Rank(target=be_rank, args=(words, {**os.environ, **rank})) for rank in ranks]
+    for process in processes:
+        process.start()
+    # None of them ends another.
+    sys.exit(max(abs(process.wait()) for process in processes))
+
+
+def run_torchrun(words):
+    """Be torchrun, which starts its ranks by a fork."""
+    SubprocessHandler._popen = start_rank
+    sys.argv = ["torchrun", *words]
+    torch.distributed.run.main()
+
+
+def start_rank(handler, words, environment):
+    """In place of torch's SubprocessHandler._popen: fork where it would start Python."""
+    # `python -u SCRIPT ARGUMENTS`
+    assert words[1] == "-u", words
+    rank = Rank(target=be_rank, args=(words[2:], environment, handler._stdout, handler._stderr))
+    rank.start()
+    return rank
+
+
+def be_rank(words, environment, stdout=None, stderr=None):
+    """In a forked process: be a script that a launcher starts."""
+    os.setsid()
+    for file, number in ((stdout, 1), (stderr, 2)):
+        if file is not None:
+            os.dup2(file.fileno(), number)
+    reset_signals()
+    os.environ.clear()
     os.environ.update(environment)
-    set_threads = functools.partial(torch.set_num_threads, int(environment["OMP_NUM_THREADS"]))
+    run_script(words)
+
+
+def reset_signals():
+    """As a program finds them: no handlers but Python's own, and what is ignored stays so."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_script(words):
+    """In a forked process: run a script as `python` would."""
+    # A launched process: the tests that it runs within are not to be seen (plain_exits looks).
+    multiprocessing.process._parent_process = types.SimpleNamespace(pid=os.getppid())
+    set_threads = functools.partial(torch.set_num_threads, int(os.environ["OMP_NUM_THREADS"]))
     set_threads()  # OpenMP read its variable when torch was imported
     # A fork makes torch build its thread pool anew at the next call, and two threads that call at
     # once abort with "Invalid thread pool!": call before there is a second thread.
@@ -87,85 +161,79 @@ def run_script(arguments, cwd, environment, printed):
     torch.multiprocessing.spawn = functools.partial(
         torch.multiprocessing.start_processes, start_method="fork"
     )
-    sys.argv = arguments
+    sys.argv = list(words)
     # Not the folders of the repository that pytest has added: a copied script must find its own.
     of_pytest = {str(launch.ROOT), str(launch.ROOT / "imagenet"), str(launch.ROOT / "benchmarks")}
-    beside_script = str(Path(arguments[0]).resolve().parent)
+    beside_script = str(Path(words[0]).resolve().parent)
     sys.path = [beside_script, *(folder for folder in sys.path[1:] if folder not in of_pytest)]
-    sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    if "PROVE" in environment:
+    sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if "PROVE" in os.environ:
         # As Python does at its start, with the PYTHONPATH of prove.py.
         runpy.run_path(str(launch.ROOT / "scripts" / "prove_start" / "sitecustomize.py"))
-    if "PRETENDED_GPUS" in environment:
-        pretended_gpu.run(arguments[0])
+    if "PRETENDED_GPUS" in os.environ:
+        pretended_gpu.run(words[0])
     else:
-        runpy.run_path(arguments[0], run_name="__main__")
+        runpy.run_path(words[0], run_name="__main__")
 
 
-class ForkedJob:
-    """The ranks, on this machine, of a command that begins with python, torchrun or horovodrun."""
+def be_command(words, cwd, environment, printed, agent):
+    """In a forked process: be the command `words`, as a shell would start it."""
+    os.setsid()
+    # What it has inherited is no work for its garbage collections.
+    gc.freeze()
+    with open(printed, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(cwd)
+    os.environ.update(environment)
+    if words[0] == "torchrun" and agent:
+        run_torchrun(words[1:])
+    elif words[0] == "torchrun":
+        parsed = torch.distributed.run.parse_args(words[1:])
+        ranks, _store = torchrun_ranks(int(parsed.nproc_per_node))
+        run_ranks([parsed.training_script, *parsed.training_script_args], ranks)
+    elif words[:3] == ["horovodrun", "--gloo", "-np"]:
+        # horovodrun --gloo -np 2 python SCRIPT
+        ranks, _server = horovodrun_ranks(int(words[3]))
+        run_ranks(words[5:], ranks)
+    else:
+        run_script(words[1:])
 
-    def __init__(self, command, cwd, **environment):
-        self.command = command
-        self.server = None
-        self.printed = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
-        words = shlex.split(command)
+
+class ForkedJob(launch.Job):
+    """A Job in forked processes. Its command begins with python, torchrun or horovodrun --gloo.
+
+    Without `agent` there is no torchrun: its ranks alone, and the highest of their statuses.
+    """
+
+    def __init__(self, command, cwd, agent=True, **environment):
+        self.agent = agent
+        super().__init__(command, cwd, **environment)
+
+    def start(self, cwd, environment):
+        words = shlex.split(self.command)
+        if words[0] == "exec":
+            del words[0]
         while re.fullmatch(r"\w+=.*", words[0]):
             name, _, environment[name] = words.pop(0).partition("=")
-        if words[0] == "torchrun":
-            parsed = torch.distributed.run.parse_args(words[1:])
-            arguments = [parsed.training_script, *parsed.training_script_args]
-            # The store is there as long as this object is.
-            ranks, self.store = torchrun_ranks(int(parsed.nproc_per_node))
-        elif words[:3] == ["horovodrun", "--gloo", "-np"]:
-            arguments = words[5:]
-            ranks, self.server = horovodrun_ranks(int(words[3]))
-        else:
-            arguments = words[1:]
-            ranks = [{}]
-        setting = {
-            **launch.ENVIRONMENT,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            **environment,
-        }
-        self.ranks = [
-            CONTEXT.Process(
-                target=run_script, args=(arguments, str(cwd), setting | rank, self.printed.name)
-            )
-            for rank in ranks
-        ]
-        for process in self.ranks:
-            process.start()
+        variables = {**launch.setting(), "CUDA_VISIBLE_DEVICES": "", **environment}
+        process = Command(
+            target=be_command, args=(words, str(cwd), variables, self.printed.name, self.agent)
+        )
+        process.start()
+        return process
 
-    def output(self):
-        return Path(self.printed.name).read_text()
-
-    def running(self):
-        return any(process.is_alive() for process in self.ranks)
-
-    def kill(self):
-        for process in self.ranks:
-            process.kill()
-
-    def finish(self):
-        """Wait for the end, and return the highest exit status."""
-        end = time.monotonic() + launch.PATIENCE
-        for process in self.ranks:
-            process.join(max(0, end - time.monotonic()))
-        hangs = self.running()
-        self.kill()
-        if self.server:
-            self.server.stop()
-        assert not hangs, f"{self.command} still ran after {launch.PATIENCE} s:\n{self.output()}"
-        return max(abs(process.exitcode) for process in self.ranks)
+    def owns(self, process):
+        # Forks share what /proc says of their environment.
+        streams = (f"/proc/{process.pid}/fd/{number}" for number in (1, 2))
+        return self.printed.name in map(os.readlink, streams)
 
 
 def compute(command, cwd, status=0, **environment):
     """Do what launch.run does, with forked processes unless the launcher is mpirun."""
     if command.startswith("mpirun"):
         return launch.run(command, cwd, status, **environment)
-    job = ForkedJob(command, cwd, **environment)
+    job = ForkedJob(command, cwd, agent=False, **environment)
     ended_with = job.finish()
     assert ended_with == status, f"{command} ended with {ended_with}, not {status}:\n{job.output()}"
     return job.output()

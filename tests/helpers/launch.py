@@ -34,6 +34,16 @@ ENVIRONMENT = {  # for what a test starts: MPI may run as root; the same Python
 }
 
 
+def setting():
+    """The environment of what a test starts, beside that of the test."""
+    # Tests run side by side, and OpenMP waits by spinning: one thread each.
+    variables = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    # Most tests start two processes, and each would want a GPU.
+    if torch.cuda.device_count() < 2:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    return variables
+
+
 def need(there, what):
     """Skip where a component is missing, and say how to get it.
 
@@ -98,27 +108,31 @@ def wait_until(happened, job):
 
 
 class Job:
-    """A shell command in a process group of its own. All that it starts has a mark, to be found."""
+    """A shell command in a session of its own. All that it starts has a mark, to be found."""
 
     def __init__(self, command, cwd, **environment):
-        self.command, self.mark = command, uuid.uuid4().hex
+        self.command = command
         self.printed = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - it is read as long as the job is known
-        # Tests run side by side, and OpenMP waits by spinning: one thread each.
-        setting = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", MARK: self.mark}
-        if (
-            torch.cuda.device_count() < 2
-        ):  # most tests start two processes, and each would want a GPU
-            setting["CUDA_VISIBLE_DEVICES"] = ""
-        self.process = subprocess.Popen(
-            ["bash", "-c", command],
+        self.process = self.start(cwd, environment)
+
+    def start(self, cwd, environment):
+        """Start the command in `cwd`, and return its process."""
+        self.mark = uuid.uuid4().hex
+        return subprocess.Popen(
+            ["bash", "-c", self.command],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self.printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **setting, **environment},
+            env={**os.environ, **setting(), MARK: self.mark, **environment},
+            # A background job ignores it.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # a background job ignores it
+        )
+
+    def owns(self, process):
+        """Whether this job has started a process of psutil, itself or through another."""
+        return process.environ().get(MARK) == self.mark
 
     def output(self):
         """All that it printed, without the rank that horovodrun puts before each line."""
@@ -129,12 +143,9 @@ class Job:
         found = []
         for process in psutil.process_iter():
             try:
-                if (
-                    process.environ().get(MARK) == self.mark
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
+                if self.owns(process) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 pass
         return found
 
