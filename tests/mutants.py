@@ -75,10 +75,10 @@ EVALUATION = "tests/recipes/test_parity.py::test_exact_evaluation"
 COSTS = "tests/recipes/test_gpu.py::test_costs_of_a_step"
 CUDA_GRAPH = "tests/recipes/test_gpu.py::test_cuda_graph"
 STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
-KILLED = "tests/recipes/test_signals.py::test_ranks_end_with_a_launcher_that_is_killed_while"
+KILLED = "tests/recipes/test_signals.py::test_a_launcher_that_is_ended_leaves_no_process"
 CLUSTER = "tests/slurm/test_cluster_faults.py::"
 SECTION = "tests/docs/test_readme.py::test_section"
-EXAMPLE_ON_TWO = "tests/examples/test_examples.py::test_two_processes_compute_what_one_does"
+EXAMPLE = "tests/examples/test_examples.py::test_the_same_on_two_processes_and_after_a_resume"
 
 MUTANTS = [
     # What a strategy adds: the weights are those of one process.
@@ -408,7 +408,7 @@ MUTANTS = [
         "ranks that outlive their launcher",
         "common/process/parent.py",
         {"    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n": ""},
-        f"{KILLED}_they_start[torchrun]",
+        f"{KILLED}[ddp_spawn-9]",
     ),
     # What a GPU would wait for, or refuse; all of these train on the CPU as before.
     Mutant(
@@ -528,19 +528,19 @@ MUTANTS = [
         "the same noise on each rank",
         "examples/gan.py",
         {"noise[sampler.rank :: sampler.world_size]": "noise[: sampler.batch_size]"},
-        f"{EXAMPLE_ON_TWO}[gan]",
+        f"{EXAMPLE}[gan]",
     ),
     Mutant(
         "an optimizer that is in no checkpoint",
         "examples/gan.py",
         {'        "discriminator_optimizer": discriminator_optimizer,\n': ""},
-        "tests/examples/test_examples.py::test_a_killed_run_goes_on_to_the_same_bits[gan]",
+        f"{EXAMPLE}[gan]",
     ),
     Mutant(
         "a loss over all ranks whose gradient is averaged",
         "examples/contrastive.py",
         {"(loss * world_size).backward()": "loss.backward()"},
-        f"{EXAMPLE_ON_TWO}[contrastive]",
+        f"{EXAMPLE}[contrastive]",
     ),
     Mutant(
         "a URL that is a folder",

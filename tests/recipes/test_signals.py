@@ -11,34 +11,28 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import (
-    Job,
-    free_port,
-    need_horovod,
-    strategies,
-    wait_until,
-)
+from forked import ForkedJob
+from launch import Job, free_port, need_horovod, strategies, wait_until
 from recipes import ROOT, changed_copy
 
 ENDLESS = "--synthetic 640 --model lenet --device cpu --epochs 100000 --log-dir log"
 TORCHRUN = "torchrun --standalone --nproc-per-node=2"
-MPIRUN = "mpirun --oversubscribe --bind-to none -np 2 python"
 
 
-def start_long_run(launcher, cwd):
-    """A run of many epochs that is in its second one."""
+def start_long_run(start, launcher, cwd):
+    """A run of many epochs that is in its second one. `start` is Job or ForkedJob."""
     if launcher.startswith("hvd"):
         need_horovod(launcher)
-    start = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}
-    command = start[launcher]
-    job = Job(f"exec {command} {ENDLESS}", cwd=cwd)
+    commands = {"single": f"python {ROOT}/mnist/single.py", **strategies(2, ROOT / "mnist")}
+    job = start(f"exec {commands[launcher]} {ENDLESS}", cwd)
     job.wait_for("epoch 1/")
     return job
 
 
-@pytest.mark.parametrize("launcher", ["single", *strategies(2, "")])
+@pytest.mark.parametrize("launcher", ["single", "ddp_spawn", "ddp_launch", "hvd_gloo", "hvd_mpi"])
 def test_ctrl_c(launcher, tmp_path):
-    job = start_long_run(launcher, tmp_path)
+    """With each real launcher. fsdp.py, too, is started by torchrun."""
+    job = start_long_run(Job, launcher, tmp_path)
     job.signal(signal.SIGINT)  # as the terminal does: to the whole process group
     status = job.finish()
     # horovodrun ends with 0 if it notices the signal before its ranks
@@ -46,16 +40,16 @@ def test_ctrl_c(launcher, tmp_path):
     of_a_rank = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
     assert not of_a_rank, "no rank prints a traceback"
     # torchrun and horovodrun end with one
-    tracebacks_of_its_own = {"ddp_launch": 1, "fsdp": 1, "hvd_gloo": 1}
+    tracebacks_of_its_own = {"ddp_launch": 1, "hvd_gloo": 1}
     assert job.output().count("Traceback") <= tracebacks_of_its_own.get(launcher, 0), job.output()
     assert "leaked" not in job.output()
 
 
 def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
     port = free_port()
-    job = Job(
+    job = ForkedJob(
         f"python {ROOT}/mnist/ddp_spawn.py -n 2 -g 2 -nr 0 --synthetic 512",
-        cwd=tmp_path,
+        tmp_path,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
@@ -73,21 +67,51 @@ def test_ctrl_c_while_another_machine_is_awaited(tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
-        *((launcher, signal.SIGKILL) for launcher in strategies(2, "") if launcher != "fsdp"),
-        ("ddp_launch", signal.SIGTERM),
+        ("ddp_spawn", signal.SIGKILL),
         ("ddp_spawn", signal.SIGINT),
+        ("ddp_launch", signal.SIGKILL),
+        ("ddp_launch", signal.SIGTERM),
     ],
 )
 def test_a_launcher_that_is_ended_leaves_no_process(launcher, number, tmp_path):
-    job = start_long_run(launcher, tmp_path)
+    job = start_long_run(ForkedJob, launcher, tmp_path)
     job.process.send_signal(number)  # to it alone
-    # on busy cores Horovod's helpers wait 5 s twice before they end a rank
     assert job.finish() != 0
+
+
+RANK = f"""
+import sys, time
+sys.path.append({str(ROOT)!r})
+from common.process.parent import die_with_parent
+die_with_parent()
+print("rank runs", flush=True)
+time.sleep(10_000)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["hvd_gloo", "hvd_mpi"])
+def test_ranks_end_with_horovodrun_and_mpirun(launcher, tmp_path):
+    """Killed. What a recipe calls for it needs no torch, which takes seconds to import."""
+    need_horovod(launcher)
+    (tmp_path / "hvd.py").write_text(RANK)
+    job = Job(f"exec {strategies(2, tmp_path)[launcher]}", tmp_path)
+    wait_until(lambda: job.output().count("rank runs") == 2, job)
+    job.process.kill()
+    # on busy cores Horovod's helpers wait 5 s twice before they end a rank
+    assert job.finish() == -signal.SIGKILL
+
+
+def ignores(number, to, recipe):
+    """Copy a recipe, which then finds that a shell has let it ignore a signal: `trap '' INT`."""
+    line = "import torch\n"
+    ignore = f"import signal\nsignal.signal({int(number)}, signal.SIG_IGN)\n"
+    return changed_copy(to, recipe, line, ignore + line)
 
 
 def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     """As in a script's background job, where mp.spawn's processes inherit the ignored SIGINT."""
-    job = Job(f"trap '' INT; exec python {ROOT}/mnist/ddp_spawn.py -g 2 {ENDLESS}", cwd=tmp_path)
+    folder = ignores(signal.SIGINT, tmp_path, "mnist/ddp_spawn.py")
+    job = ForkedJob(f"python {folder}/ddp_spawn.py -g 2 {ENDLESS}", tmp_path)
     job.wait_for("epoch 1/")
     job.signal(signal.SIGINT)
     job.wait_for("epoch 3/")
@@ -96,15 +120,18 @@ def test_ranks_end_with_a_launcher_that_ignores_ctrl_c(tmp_path):
     assert "stopped after a signal" in job.output()
 
 
-@pytest.mark.parametrize("launcher", ["single", "ddp_spawn"])
-def test_more_signals_until_it_has_ended(launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("start", "launcher"), [(Job, "single"), (ForkedJob, "ddp_spawn")], ids=["single", "ddp_spawn"]
+)
+def test_more_signals_until_it_has_ended(start, launcher, tmp_path):
     """A scheduler or a user repeats them, also while a saved run ends: it is no failed run."""
-    job = start_long_run(launcher, tmp_path)
+    job = start_long_run(start, launcher, tmp_path)
     while job.running():
         job.process.terminate()
         time.sleep(0.002)
     assert job.finish() == 0
     assert job.output().count("stopped after a signal") == 1
+    assert not (tmp_path / "log" / ".in-use").exists(), "else its successor would wait"
 
 
 def importing_torch(launcher):
@@ -118,33 +145,45 @@ def importing_torch(launcher):
     return found
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"{TORCHRUN} {ROOT}/mnist/ddp_launch.py {ENDLESS}",
-        f"python {ROOT}/mnist/ddp_spawn.py -g 2 {ENDLESS}",
-        f"{MPIRUN} {ROOT}/mnist/hvd.py {ENDLESS}",
-        f"{TORCHRUN} {ROOT}/scripts/doctor.py",
-    ],
-    ids=["torchrun", "mp.spawn", "mpirun", "doctor"],
-)
-def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(command, tmp_path):
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path):
     """While they import torch, as when a memory limit takes the launcher."""
-    if "hvd" in command:
-        need_horovod("mpi")
-    job = Job(f"exec {command}", tmp_path)
+    job = Job(f"exec {TORCHRUN} {ROOT}/mnist/ddp_launch.py {ENDLESS}", tmp_path)
     wait_until(lambda: len(importing_torch(job.process)) >= 2, job)
     job.process.kill()
     # It checks that no process is left.
     job.finish()
 
 
-@pytest.mark.parametrize("traps", ["", "trap '' TERM; "])
-def test_told_to_stop_while_a_machine_is_awaited(traps, tmp_path):
-    """SIGTERM, also if it is ignored for the launcher's sake, as in slurm/ddp_2nodes.sh."""
+ORPHAN = f"""
+import multiprocessing, os, signal, sys, time
+sys.path.append({str(ROOT)!r})
+from common.process.parent import die_with_parent
+
+def rank(launcher):
+    while os.getppid() == launcher:
+        time.sleep(0.01)
+    die_with_parent()
+    print("outlived its launcher", flush=True)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=rank, args=(os.getpid(),)).start()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_of_mp_spawn_that_starts_as_an_orphan_ends(tmp_path):
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    job = Job("exec python orphan.py", tmp_path)
+    assert job.finish() == -signal.SIGKILL
+    assert job.output() == ""
+
+
+def test_told_to_stop_while_a_machine_is_awaited(tmp_path):
+    """By SIGTERM, though it is ignored for the launcher's sake, as in slurm/ddp_2nodes.sh."""
+    folder = ignores(signal.SIGTERM, tmp_path, "mnist/ddp_launch.py")
     port = free_port()
-    job = Job(
-        f"{traps}exec python {ROOT}/mnist/ddp_launch.py {ENDLESS}",
+    job = ForkedJob(
+        f"python {folder}/ddp_launch.py {ENDLESS}",
         tmp_path,
         RANK="0",
         LOCAL_RANK="0",
@@ -168,22 +207,19 @@ BUILD = "    model, optimizer, lines = build(args, device, world_size)\n"
         ("single", "        step(images, labels)\n", "python"),
         ("ddp_launch", "        step(images, labels)\n", TORCHRUN),
         ("ddp_launch", BUILD, TORCHRUN),
-        ("hvd", BUILD, MPIRUN),
         ("ddp_spawn", BUILD, "python"),
     ],
-    ids=["python", "torchrun", "torchrun, model", "mpirun, model", "mp.spawn, model"],
+    ids=["python", "torchrun", "torchrun, model", "mp.spawn, model"],
 )
 def test_told_to_stop_before_the_first_step(name, line, command, tmp_path):
     """SIGTERM ends a rank whose loader hangs, and those that wait for it, as nothing is to save."""
-    if name == "hvd":
-        need_horovod("mpi")
     indent = " " * (len(line) - len(line.lstrip()))
     hangs = f"{indent}if {'True' if name == 'single' else 'rank == 1'}:\n"
     hangs += f"{indent}    import time\n{indent}    print('hangs', flush=True)\n"
     hangs += f"{indent}    time.sleep(1000)\n"
     folder = changed_copy(tmp_path, f"mnist/{name}.py", line, hangs + line)
     flags = f"{ENDLESS} -g 2" if name == "ddp_spawn" else ENDLESS
-    job = Job(f"exec {command} {folder}/{name}.py {flags}", tmp_path)
+    job = ForkedJob(f"{command} {folder}/{name}.py {flags}", tmp_path)
     job.wait_for("hangs")
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() != 0
