@@ -384,7 +384,8 @@ MUTANTS = [
         "a rank that ends with Python's destructors",
         "common/process/launch.py",
         {"        end_rank()\n": "        pass\n"},
-        "tests/recipes/test_launch.py::test_a_rank_ends_without_destructors",
+        "tests/recipes/test_launch.py::test_real_command"
+        "[torchrun_--nproc-per-node=2_mnist.ddp_launch.py]",
     ),
     Mutant(
         "SIGTERM before the first step is only noted",

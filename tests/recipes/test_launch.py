@@ -20,34 +20,51 @@ from launch import (
     need_horovod,
     run,
 )
-from recipes import RECIPES, ROOT, changed_copy, commands, name_of, small
+from recipes import RECIPES, ROOT, changed_copy, commands, name_of
 
-SMALL = "--synthetic 2048 --epochs 1 --batch-size 32"
+MPIRUN = "mpirun -np 2 --bind-to none --map-by slot"
+# Each launcher once as a user starts it, and (processes that load the recipe, ranks of them). The
+# other commands are forked: a forked process has more modules than a recipe imports.
+REAL = {
+    "python mnist/single.py": (1, 0),
+    # The one that starts the ranks ends as Python does.
+    "python mnist/ddp_spawn.py -g 2": (3, 2),
+    "torchrun --nproc-per-node=2 mnist/ddp_launch.py": (2, 2),
+    "python -m torch.distributed.launch --nproc-per-node=2 mnist/ddp_launch.py": (2, 2),
+    "horovodrun -np 2 python mnist/hvd.py": (2, 2),
+    # Horovod has it only with MPI.
+    f"{MPIRUN} python mnist/hvd.py --use-adasum": (2, 2),
+}
+# A rate for small batches of generated images.
+FLAGS = "--synthetic 1024 --epochs 1 --batch-size 32 --model convnet --lr 0.005"
 
 
-def jobs():
-    """(recipe, commands that make one run, how to start them).
+def groups():
+    """The commands that make one run, in the docstrings of mnist/ with its recipe.
 
     Those that name a machine by -nr belong together. The recipes of the other data sets have the
-    same commands (test_siblings.py), and test_copy_out.py starts each. The first command of a
-    recipe is started as a user does: a forked process has more modules than the recipe imports.
+    same commands (test_siblings.py), and test_copy_out.py starts each.
     """
     for recipe in [recipe for recipe in RECIPES if recipe.parent.name == "mnist"]:
         lines = commands(recipe)
         together = [line for line in lines if "-nr " in line]
-        groups = [[line] for line in lines if line not in together]
-        groups += [together] if together else []
-        for group in groups:
-            first = group is groups[0]
-            can_fork = group[0].startswith(("torchrun ", "horovodrun --gloo "))
-            start = ForkedJob if can_fork and not first else Job
-            yield pytest.param(
-                recipe,
-                group,
-                start,
-                id=group[-1].replace(" ", "_").replace("/", "."),
-                marks=[pytest.mark.check] * first,
-            )
+        alone = [[line] for line in lines if line not in together]
+        for group in [*alone, together] if together else alone:
+            yield recipe, group
+
+
+def cases(real):
+    """The groups that are started really, or those that are forked."""
+    return [
+        pytest.param(
+            recipe,
+            group,
+            id=group[-1].replace(" ", "_").replace("/", "."),
+            marks=[pytest.mark.check] * (recipe.name != "hvd.py"),
+        )
+        for recipe, group in groups()
+        if (group[0] in REAL) == real
+    ]
 
 
 def apex_there():
@@ -59,58 +76,108 @@ def test_every_recipe_names_a_command():
     for recipe in RECIPES:
         assert commands(recipe), f"{name_of(recipe)} does not say how to start it"
         assert all(name_of(recipe) in line for line in commands(recipe))
+    assert len(cases(real=True)) == len(REAL)
 
 
-@pytest.mark.parametrize(("recipe", "group", "start"), list(jobs()))
-def test_docstring_command(recipe, group, start, tmp_path):
-    if "hvd.py" in recipe.name:
+def trained(group, start, cwd, log_dir):
+    """The statuses and the output of the commands of one run."""
+    if "hvd.py" in group[0]:
         need_horovod(*group)
-    started, port = [], str(free_port())
+    port = str(free_port())
+    jobs = []
     for line in group:
-        line = line.replace("29500", port)  # several tests at a time
+        # Several tests at a time.
+        line = line.replace("29500", port)
         line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
-        # a rate for small batches of generated images
-        flags = f"{SMALL} {small(recipe.parent.name)} --model convnet --lr 0.005"
-        command = f"{line} {flags} --log-dir {tmp_path}/log"
-        started.append(start(command, cwd=ROOT))
-    status = [job.finish() for job in started]
-    output = "".join(job.output() for job in started)
+        jobs.append(start(f"{line} {FLAGS} --log-dir {log_dir}", cwd))
+    return [job.finish() for job in jobs], "".join(job.output() for job in jobs)
+
+
+# The strategy that a recipe prints, by a part of its command: the first that is there.
+STRATEGIES = {
+    "--gloo": "Horovod, Gloo",
+    "horovodrun": "Horovod, (MPI|Gloo)",  # it takes MPI if there is one
+    "mpirun": "Horovod, MPI",
+    "spawn.py": r"DDP, mp\.spawn",
+    "ddp_amp.py": r"DDP \+ torch\.amp, torchrun",
+    "fsdp.py": "FSDP, torchrun",
+    "apex_amp.py": "Apex O., torchrun",
+    "torch": "DDP, torchrun",
+    "dp.py": r"DataParallel, (no GPU|\d+ GPU\(s\) with [\d.]+ images each)",
+    "single.py": "one device",
+}
+
+
+def check_run(recipe, command, output, log_dir):
+    """It prints each line once, learns, and saves."""
+    strategy = next(name for part, name in STRATEGIES.items() if part in command)
+    world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
+    starts = re.findall(r"^\w+: .*world size .*", output, re.MULTILINE)
+    assert len(starts) == 1, output
+    assert re.match(rf"mnist: {strategy} \| world size {world_size} \|", starts[0]), output
+    assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in starts[0], output
+    result = r"loss [\d.]+ acc [\d.]+%"
+    speed = r"[\d,]+ images/s \| \d+% data wait \| after 0:\d\d:\d\d"
+    line = rf"^epoch 1/1: {result} \| val {result} \| {speed}$"
+    assert len(re.findall(line, output, re.MULTILINE)) == 1, output
+    (result,) = evaluations(log_dir)
+    assert result["epoch"] == 1
+    assert result["step"] * 32 * world_size == 1024
+    assert result["train/accuracy"] > 0.3, "chance is 0.1"
+    saved = checkpoint(log_dir)
+    assert saved["config"]["saved_by"].endswith(f"world size {world_size}")
+    assert saved["position"]["steps"] == result["step"]
+
+
+WITNESSES = """
+import atexit, os, threading, time
+
+
+class Witness:
+    def __del__(self, write=os.write):
+        write(1, b"destructor\\n")
+
+
+def late():
+    threading.main_thread().join()
+    time.sleep(0.1)
+    os.write(1, b"thread\\n")
+
+
+witness = Witness()
+atexit.register(os.write, 1, b"exit handler\\n")
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.parametrize(("recipe", "group"), cases(real=True))
+def test_real_command(recipe, group, tmp_path):
+    """A rank ends without destructors.
+
+    It waits for threads and exit handlers; then a late thread of Gloo cannot abort it.
+    """
+    before = "\n\ndef parse_args"
+    changed_copy(tmp_path, name_of(recipe), before, f"{WITNESSES}{before}")
+    status, output = trained(group, Job, tmp_path, tmp_path / "log")
+    assert status == [0], output
+    check_run(recipe, group[0], output, tmp_path / "log")
+    processes, ranks = REAL[group[0]]
+    assert output.count("thread\n") == processes
+    assert output.count("exit handler\n") == processes
+    assert output.count("destructor\n") == processes - ranks
+    assert not (tmp_path / "log" / ".in-use").exists()
+
+
+@pytest.mark.parametrize(("recipe", "group"), cases(real=False))
+def test_forked_command(recipe, group, tmp_path):
+    group = [line.replace(MPIRUN, "horovodrun --gloo -np 2") for line in group]
+    status, output = trained(group, ForkedJob, ROOT, tmp_path)
     if recipe.name == "apex_amp.py" and not apex_there():
         assert status == [1], output  # torchrun's own status for a worker that failed
         assert "from apex import amp" in output or "Apex needs a GPU" in output
         return
     assert status == [0] * len(group), output
-    first = next(line for line in output.splitlines() if line.startswith(recipe.parent.name))
-    names = {
-        "--gloo": "Horovod, Gloo",
-        "horovodrun": "Horovod, (MPI|Gloo)",  # it takes MPI if there is one
-        "mpirun": "Horovod, MPI",
-        "spawn.py": r"DDP, mp\.spawn",
-        "ddp_amp.py": r"DDP \+ torch\.amp, torchrun",
-        "fsdp.py": "FSDP, torchrun",
-        "apex_amp.py": "Apex O., torchrun",
-        "torch": "DDP, torchrun",
-        "dp.py": r"DataParallel, (no GPU|\d+ GPU\(s\) with [\d.]+ images each)",
-        "single.py": "one device",
-    }
-    strategy = next(names[part] for part in names if part in group[0])
-    world_size = 1 if recipe.name in ("single.py", "dp.py") else 2
-    begins = rf"{recipe.parent.name}: {strategy} \| world size {world_size} \|"
-    assert re.match(begins, first), first
-    assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in first, first
-    only_once = re.findall(r"^\w+: .*world size", output, re.MULTILINE)
-    assert len(only_once) == 1, output
-    result = r"loss [\d.]+ acc [\d.]+%"
-    speed = r"[\d,]+ images/s \| \d+% data wait \| after 0:\d\d:\d\d"
-    line = rf"^epoch 1/1: {result} \| val {result} \| {speed}$"
-    assert len(re.findall(line, output, re.MULTILINE)) == 1, output
-    (result,) = evaluations(tmp_path / "log")
-    assert result["epoch"] == 1
-    assert result["step"] * 32 * world_size == 2048
-    assert result["train/accuracy"] > 0.3, "chance is 0.1"
-    saved = checkpoint(tmp_path / "log")
-    assert saved["config"]["saved_by"].endswith(f"world size {world_size}")
-    assert saved["position"]["steps"] == result["step"]
+    check_run(recipe, group[0], output, tmp_path)
 
 
 def test_scaling(tmp_path):
@@ -146,7 +213,7 @@ SHOW_POLICIES = """\
             # It may have ended meanwhile.
             with contextlib.suppress(OSError):
                 policies.add(os.sched_getscheduler(int(task)))
-        # In one write: torchrun starts `python -u`, and the print() of two ranks could mix.
+        # In one write: the lines of two ranks could mix.
         os.write(1, f"policies {policies}\\n".encode())
 """
 
@@ -155,61 +222,13 @@ def test_all_threads_have_the_policy_batch(tmp_path):
     """SCHED_BATCH, see docs/cpu.md."""
     last = "        dist.destroy_process_group()\n"
     copy = changed_copy(tmp_path, "mnist/ddp_launch.py", last, SHOW_POLICIES + last)
-    output = run(
-        # chrt: tests in this process change it
-        "chrt --other 0 torchrun --standalone --nproc-per-node=2 "
-        f"{copy}/ddp_launch.py --dry-run --synthetic --device cpu",
-        cwd=tmp_path,
-    )
+    path = copy / "ddp_launch.py"
+    # Tests in this process change its policy, which a forked one inherits.
+    other = "import os; os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))\n"
+    path.write_text(path.read_text().replace("import argparse\n", f"import argparse\n{other}", 1))
+    flags = "--dry-run --synthetic --model lenet --device cpu"
+    output = compute(f"torchrun --nproc-per-node=2 {path} {flags}", tmp_path)
     assert output.count(f"policies {{{os.SCHED_BATCH}}}") == 2
-
-
-WITNESSES = """
-import atexit, os, threading, time
-
-
-class Witness:
-    def __del__(self, write=os.write):
-        write(1, b"destructor\\n")
-
-
-def late():
-    time.sleep(0.5)
-    os.write(1, b"thread\\n")
-
-
-witness = Witness()
-atexit.register(os.write, 1, b"exit handler\\n")
-threading.Thread(target=late).start()
-"""
-
-
-@pytest.mark.parametrize(
-    ("launcher", "recipe"),
-    [
-        ("torchrun --standalone --nproc-per-node=2", "fsdp.py"),
-        ("horovodrun --gloo -np 2 python", "hvd.py"),
-        ("python", "ddp_spawn.py"),
-    ],
-)
-def test_a_rank_ends_without_destructors(launcher, recipe, tmp_path):
-    """It waits for threads and exit handlers; then a late thread of Gloo cannot abort it."""
-    if recipe == "hvd.py":
-        need_horovod("gloo")
-    before = "\n\ndef parse_args"
-    copy = changed_copy(tmp_path, f"mnist/{recipe}", before, f"{WITNESSES}{before}")
-    flags = "--synthetic 128 --epochs 1 --device cpu --log-dir log"
-    processes = 2
-    ranks = 2
-    if recipe == "ddp_spawn.py":
-        flags += " -g 2"
-        # The one that starts the ranks ends as Python does.
-        processes = 3
-    output = run(f"{launcher} {copy}/{recipe} {flags}", tmp_path)
-    assert output.count("thread\n") == processes
-    assert output.count("exit handler\n") == processes
-    assert output.count("destructor\n") == processes - ranks
-    assert not (tmp_path / "log" / ".in-use").exists()
 
 
 WAITING = """
@@ -229,7 +248,7 @@ def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
     """With Gloo, Horovod would poll all the time; scripts/install_horovod.sh changes it."""
     need_horovod("gloo")
     (tmp_path / "waiting.py").write_text(WAITING)
-    assert float(run("horovodrun --gloo -np 2 python waiting.py", cwd=tmp_path)) < 0.2
+    assert float(compute("horovodrun --gloo -np 2 python waiting.py", tmp_path)) < 0.2
 
 
 def flags_of(recipe):
@@ -245,20 +264,16 @@ def flags_of(recipe):
     return sorted(set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", shown.getvalue(), re.MULTILINE)))
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [recipe for recipe in RECIPES if recipe.name in ("ddp_launch.py", "ddp_amp.py")],
-    ids=name_of,
-)
-def test_torchrun_leaves_the_flags_of_a_recipe_alone(recipe):
+def test_torchrun_leaves_the_flags_of_a_recipe_alone():
     """argparse also takes a flag behind the script for an abbreviation of its own, such as --n."""
-    flags = flags_of(recipe)
-    assert {"--batch-size", "--log-dir", "-b"} <= set(flags)
     parser = torch.distributed.run.get_args_parser()
-    for flag in flags:
-        for behind in ([flag, "1"], [f"{flag}=1"]):
-            parsed = parser.parse_args(["--nproc-per-node=2", str(recipe), *behind])
-            assert parsed.training_script_args == behind
+    for recipe in [recipe for recipe in RECIPES if recipe.name in ("ddp_launch.py", "ddp_amp.py")]:
+        flags = flags_of(recipe)
+        assert {"--batch-size", "--log-dir", "-b"} <= set(flags)
+        for flag in flags:
+            for behind in ([flag, "1"], [f"{flag}=1"]):
+                parsed = parser.parse_args(["--nproc-per-node=2", str(recipe), *behind])
+                assert parsed.training_script_args == behind
     with pytest.raises(SystemExit):
         parser.parse_args([str(recipe), "--n", "1"])
 
