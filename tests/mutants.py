@@ -77,7 +77,7 @@ CUDA_GRAPH = "tests/recipes/test_gpu.py::test_cuda_graph"
 STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
 KILLED = "tests/recipes/test_signals.py::test_a_launcher_that_is_ended_leaves_no_process"
 CLUSTER = "tests/slurm/test_cluster_faults.py::"
-SECTION = "tests/docs/test_readme.py::test_section"
+COMMANDS = "tests/docs/test_readme.py::test_commands"
 EXAMPLE = "tests/examples/test_examples.py::test_the_same_on_two_processes_and_after_a_resume"
 
 MUTANTS = [
@@ -511,13 +511,13 @@ MUTANTS = [
         "a flag in docs/ that no recipe has",
         "docs/checkpoints.md",
         {"--init-from runs/first/best.pt": "--init-weights runs/first/best.pt"},
-        f"{SECTION}[docs/checkpoints.md The weights alone]",
+        f"{COMMANDS}[docs/checkpoints.md]",
     ),
     Mutant(
         "a file in README.md that is not there",
         "README.md",
         {"diff mnist/single.py mnist/ddp_launch.py\n": "diff mnist/single.py mnist/ddp.py\n"},
-        f"{SECTION}[README.md Distributed training recipes for PyTorch]",
+        f"{COMMANDS}[README.md]",
     ),
     Mutant(
         "a column of no deviation that is divided by it",
