@@ -1,13 +1,15 @@
-"""scripts/prove.py: a right script passes, and each wrong one is noticed where it begins."""
+"""scripts/prove.py: a right script passes, and each fault in a wrong one is noticed by its row."""
 
 import os
 import re
 import shlex
+import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from forked import ForkedJob
-from launch import need_horovod, one_line, run
+from forked import ForkedJob, refused
+from launch import need_horovod
 from recipes import ROOT, changed_copy
 
 from common.errors import RunError
@@ -23,14 +25,14 @@ TORCHRUN = "torchrun --nproc-per-node=2"
 def proved(tmp_path, monkeypatch, capsys):
     """A function that proves a command, and returns (its status, {check: result}, all it said)."""
 
-    def forked(words, env, stdin, stdout, stderr):
-        variables = {name: value for name, value in env.items() if name.startswith("PROVE")}
-        job = ForkedJob(shlex.join(words), tmp_path, **variables)
-        status = job.finish()
-        stdout.write(job.output())
-        return SimpleNamespace(returncode=status)
+    def of(command, agent=False):
+        def forked(words, env, stdin, stdout, stderr):
+            variables = {name: value for name, value in env.items() if name.startswith("PROVE")}
+            job = ForkedJob(shlex.join(words), tmp_path, agent=agent, **variables)
+            status = job.finish()
+            stdout.write(job.output())
+            return SimpleNamespace(returncode=status)
 
-    def of(command):
         monkeypatch.setattr(prove, "subprocess", SimpleNamespace(run=forked, DEVNULL=None))
         monkeypatch.setattr("sys.argv", ["prove.py", *shlex.split(command)])
         status = prove.main()
@@ -48,6 +50,7 @@ def proved(tmp_path, monkeypatch, capsys):
         f"{TORCHRUN} {{}}/mnist/fsdp.py {FLAGS}",
         f"{TORCHRUN} {{}}/examples/regression.py --synthetic 1000 -b 16 --device cpu",
     ],
+    ids=["DDP", "Horovod", "FSDP", "example"],
 )
 def test_a_right_script(command, proved):
     if command.startswith("horovodrun"):
@@ -65,124 +68,149 @@ def test_a_right_script(command, proved):
     assert results["evaluated on one process"].startswith("same to rounding: val/loss, val/")
 
 
-STEP = "    step = make_step(model, optimizer, sums)\n"
-NOISE = (
-    "    def draw(module, inputs, logits):\n"
-    "        return logits if module.training else logits + torch.randn_like(logits)\n"
-    "    model.module.register_forward_hook(draw)\n"
-)
-
-
-def test_noise_in_evaluation(proved, tmp_path):
-    """All ranks draw the same for the answer to one batch. The figures are none that one has."""
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, NOISE + STEP)
-    status, results, said = proved(f"{TORCHRUN} {copy}/ddp_launch.py {FLAGS}")
-    assert "give one batch the same answer" in results["the 2 ranks hold the same"]
-    assert re.fullmatch(
-        r"\*\*differs\*\*: val/loss is [\d.]+ on 2 processes, [\d.]+ on one",
-        results["evaluated on one process"],
-    ), said
-    assert status == 1
-
-
-LOSS = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
-# What is written, and what the checks say of it: first the one that leads to the cause.
-WRONG = {
-    "a generator without a seed": (
-        LOSS,
-        "        noise = __import__('numpy').random.default_rng().normal()\n"
-        "        loss = F.cross_entropy(logits * (1 + 0.01 * noise), labels)\n"
-        "        loss.backward()\n",
-        {"two runs": r"\*\*differs\*\* from step 1: model.* of rank 0"},
-    ),
-    "a second model that is not in the state": (
-        STEP,
-        "    critic = torch.nn.Linear(10, 10)\n"
-        "    slow = torch.optim.SGD(critic.parameters(), 0.1, 0.9)\n"
-        "    def update(module, inputs, logits):\n"
-        "        if logits.requires_grad:\n"
-        "            critic(logits.detach()).square().mean().backward()\n"
-        "            slow.step()\n"
-        "        return logits + 0.1 * critic(logits).detach()\n"
-        "    model.module.register_forward_hook(update)\n" + STEP,
-        {"changes, and is in no checkpoint": r"(?=.*Linear critic)(?=.*SGD slow)"},
-    ),
-    "a gradient of several steps": (
-        "        optimizer.step()\n",
-        "        step.calls = getattr(step, 'calls', 0) + 1\n"
-        "        optimizer.step()\n"
-        "        kept = [w.grad.clone() for w in model.parameters()] if step.calls % 2 else []\n"
-        "        for weight, grad in zip(model.parameters(), step.kept):\n"
-        "            weight.data -= 0.01 * grad\n"
-        "        step.kept = kept\n",
-        {
-            "SIGKILL after step 7, resumed": r"\*\*differs\*\* from step 6: model.* of rank 0",
-            "SIGTERM after step 6, resumed": r"\*\*differs\*\* from step 8: model.* of rank 0",
-        },
-    ),
-    "a scaler that is not in the state": (
-        LOSS + "        optimizer.step()\n",
-        "        loss = F.cross_entropy(logits, labels)\n"
-        "        step.scaler.scale(loss).backward()\n"
-        "        step.scaler.step(optimizer)\n"
-        "        step.scaler.update()\n",
-        {
-            "changes, and is in no checkpoint": r"\*\*GradScaler\*\*",
-            "one process in place of 2": "same to rounding",
-        },
-    ),
-    # As the scales of torchvision's Faster R-CNN are.
-    "a scale that is guessed from the first batch": (
-        STEP,
-        "    guessed = {}\n"
-        "    def scale(module, inputs):\n"
-        "        guessed.setdefault('scale', inputs[0].std().item())\n"
-        "        return (inputs[0] / guessed['scale'],)\n"
-        "    model.module.register_forward_pre_hook(scale)\n" + STEP,
-        {
-            "SIGKILL after step 7, resumed": r"\*\*differs\*\* from step 6: model.* of rank 0",
-            "the 2 ranks hold the same": r"\*\*no\*\* from step 4: the answer to one batch",
-        },
-    ),
-    "a run that does not hear the signal": (
-        "            if run.stop.agreed:\n",
-        "            if False:\n",
-        {"SIGTERM after step 6, resumed": r"\*\*it went on to its end\*\*"},
-    ),
-    "a run that does not save within an epoch": (
-        "            if run.save_due:\n",
-        "            if False:\n",
-        {"SIGKILL after step 7, resumed": r"\*\*it began again at step 1\*\*"},
-    ),
-    "a state of each rank": (
-        '        "position": position,\n',
-        '        "position": position,\n        "mine": Mine(rank),\n',
-        {"the 2 ranks hold the same": r"\*\*no\*\* from step 1: mine.value of rank 1 is not that"},
-    ),
-    "a loss that each rank weighs otherwise": (
-        LOSS,
-        "        loss = F.cross_entropy(logits, labels) * (1.5 - dist.get_rank())\n"
-        "        loss.backward()\n",
-        {"one process in place of 2": r"\*\*differs\*\* by .*; most in .*weight"},
-    ),
-    # As with a rate of 0 in the first step, or where the first batches have no padding.
-    "a loss that each rank weighs otherwise from the second step on": (
-        LOSS,
-        "        step.calls = getattr(step, 'calls', 0) + 1\n"
-        "        weight = 1.5 - dist.get_rank() if step.calls > 1 else 1.0\n"
-        "        loss = F.cross_entropy(logits, labels) * weight\n"
-        "        loss.backward()\n",
-        {"one process in place of 2": r"\*\*differs\*\* by .e-0[5-9] of the first update"},
-    ),
-    "figures of one rank": (
-        "    return averages(sums.total(dist.all_reduce))\n",
-        "    return averages(sums.total())\n",
-        {
-            "evaluated on one process": r"\*\*differs\*\*: val/loss is .* on 2 processes",
-            "one process in place of 2": "same to rounding",
-        },
-    ),
+# The check of each row, by the key of what it means.
+CHECKS = {
+    "two runs": "two runs",
+    "SIGKILL": "SIGKILL after step 7, resumed",
+    "SIGTERM": "SIGTERM after step 6, resumed",
+    "outside": "changes, and is in no checkpoint",
+    "replicas": "the 2 ranks hold the same",
+    "one process": "one process in place of 2",
+    "figures": "evaluated on one process",
 }
+
+
+@dataclass
+class Fault:
+    """What is written in place of which line of a script, and what prove.py has to say of it.
+
+    `says` has a regular expression for the result of each row: first the row whose meaning leads
+    to the cause.
+    """
+
+    name: str
+    line: str
+    replacement: str
+    says: dict[str, str]
+
+
+STEP = "    step = make_step(model, optimizer, sums)\n"
+BACKWARD = "        loss.backward()\n        optimizer.step()\n"
+LOSS = "        loss = F.cross_entropy(logits, labels)\n" + BACKWARD
+# The scripts, each with faults that do not hide each other.
+WRONG = [
+    [
+        Fault(
+            "a generator without a seed",
+            LOSS,
+            "        noise = __import__('numpy').random.default_rng().normal()\n"
+            "        loss = F.cross_entropy(logits * (1 + 0.01 * noise), labels)\n" + BACKWARD,
+            {"two runs": r"\*\*differs\*\* from step 1: model.* of rank 0"},
+        ),
+        Fault(
+            "a second model that is not in the state",
+            STEP,
+            "    critic = torch.nn.Linear(10, 10)\n"
+            "    slow = torch.optim.SGD(critic.parameters(), 0.1, 0.9)\n"
+            "    def update(module, inputs, logits):\n"
+            "        if logits.requires_grad:\n"
+            "            critic(logits.detach()).square().mean().backward()\n"
+            "            slow.step()\n"
+            "        return logits + 0.1 * critic(logits).detach()\n"
+            "    model.module.register_forward_hook(update)\n" + STEP,
+            {"outside": r"(?=.*Linear critic)(?=.*SGD slow)"},
+        ),
+        Fault(
+            "a run that does not save within an epoch",
+            "            if run.save_due:\n",
+            "            if False:\n",
+            {"SIGKILL": r"\*\*it began again at step 1\*\*"},
+        ),
+        Fault(
+            "a state of each rank",
+            '        "position": position,\n',
+            '        "position": position,\n        "mine": Mine(rank),\n',
+            {"replicas": r"\*\*no\*\* from step 1: mine.value of rank 1 is not that"},
+        ),
+    ],
+    [
+        Fault(
+            "a run that does not hear the signal",
+            "            if run.stop.agreed:\n",
+            "            if False:\n",
+            {"SIGTERM": r"\*\*it went on to its end\*\*"},
+        ),
+        # Not in the first step, as with a rate of 0 there, or where its batches have no padding.
+        Fault(
+            "a loss that each rank weighs otherwise",
+            LOSS,
+            "        weight = 1.5 - dist.get_rank() if optimizer.state else 1.0\n"
+            "        loss = F.cross_entropy(logits, labels) * weight\n" + BACKWARD,
+            {"one process": r"\*\*differs\*\* by .e-0[5-9] of the first update.* in .*weight"},
+        ),
+        Fault(
+            "figures of one rank",
+            "    return averages(sums.total(dist.all_reduce))\n",
+            "    return averages(sums.total())\n",
+            {"figures": r"\*\*differs\*\*: val/loss is [\d.]+ on 2 processes, [\d.]+ on one"},
+        ),
+    ],
+    [
+        Fault(
+            "a gradient of several steps",
+            BACKWARD,
+            "        loss.backward()\n"
+            "        step.calls = getattr(step, 'calls', 0) + 1\n"
+            "        optimizer.step()\n"
+            "        weights = list(model.parameters())\n"
+            "        kept = [w.grad.clone() for w in weights] if step.calls % 2 else []\n"
+            "        for weight, grad in zip(weights, step.kept):\n"
+            "            weight.data -= 0.01 * grad\n"
+            "        step.kept = kept\n",
+            {
+                "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
+                "SIGTERM": r"\*\*differs\*\* from step 8: model.* of rank 0",
+            },
+        ),
+        # All ranks draw the same for the answer to one batch. The figures are none that one has.
+        Fault(
+            "noise in evaluation",
+            STEP,
+            "    def draw(module, inputs, logits):\n"
+            "        return logits if module.training else logits + torch.randn_like(logits)\n"
+            "    model.module.register_forward_hook(draw)\n" + STEP,
+            {
+                "figures": r"\*\*differs\*\*: val/loss is [\d.]+ on 2 processes, [\d.]+ on one",
+                "replicas": "yes, and give one batch the same answer",
+                "one process": "same to rounding",
+            },
+        ),
+    ],
+    [
+        # As the scales of torchvision's Faster R-CNN are.
+        Fault(
+            "a scale that is guessed from the first batch",
+            STEP,
+            "    guessed = {}\n"
+            "    def scale(module, inputs):\n"
+            "        guessed.setdefault('scale', inputs[0].std().item())\n"
+            "        return (inputs[0] / guessed['scale'],)\n"
+            "    model.module.register_forward_pre_hook(scale)\n" + STEP,
+            {
+                "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
+                "replicas": r"\*\*no\*\* from step 4: the answer to one batch",
+            },
+        ),
+        Fault(
+            "a scaler that is not in the state",
+            BACKWARD,
+            "        step.scaler.scale(loss).backward()\n"
+            "        step.scaler.step(optimizer)\n"
+            "        step.scaler.update()\n",
+            {"outside": r"\*\*GradScaler\*\*"},
+        ),
+    ],
+]
 MINE = """
 class Mine:
     def __init__(self, rank):
@@ -197,7 +225,7 @@ class Mine:
 
 def main():
 """
-# Each has dropout, which must not hide what is wrong.
+# Dropout, which must not hide what is wrong.
 MORE = """    model.module.append(torch.nn.Dropout(0.1))
     step.kept = []
     step.scaler = torch.amp.GradScaler("cpu")
@@ -205,34 +233,27 @@ MORE = """    model.module.append(torch.nn.Dropout(0.1))
 """
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_script(name, proved, tmp_path):
-    line, replacement, expected = WRONG[name]
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, replacement)
-    script = copy / "ddp_launch.py"
-    text = script.read_text().replace("\ndef main():\n", MINE)
-    script.write_text(text.replace("    return step\n", MORE))
-    # Which must not hide it either.
-    flags = WITH_BATCH_NORM if "weighs" in name else FLAGS
+@pytest.mark.parametrize(
+    "faults", WRONG, ids=lambda faults: ", ".join(fault.name for fault in faults)
+)
+def test_a_wrong_script(faults, proved, tmp_path):
+    script = changed_copy(tmp_path, "mnist/ddp_launch.py", "\ndef main():\n", MINE)
+    script /= "ddp_launch.py"
+    text = script.read_text().replace("    return step\n", MORE)
+    for fault in faults:
+        assert text.count(fault.line) == 1
+        text = text.replace(fault.line, fault.replacement)
+    script.write_text(text)
+    # BatchNorm must not hide a wrong loss either.
+    has_a_wrong_loss = any("weighs" in fault.name for fault in faults)
+    flags = WITH_BATCH_NORM if has_a_wrong_loss else FLAGS
     status, results, said = proved(f"{TORCHRUN} {script} {flags}")
     assert status == 1
-    for check, result in expected.items():
-        assert re.search(result, results[check]), said
-    # The first leads to the cause.
-    check = next(iter(expected))
-    assert f"{check}: {prove.MEANINGS[meaning_of(check)]}" in said
-
-
-def meaning_of(check):
-    by_first_word = {
-        "two": "two runs",
-        "changes,": "outside",
-        "the": "replicas",
-        "one": "one process",
-        "evaluated": "figures",
-    }
-    word = check.split()[0]
-    return by_first_word.get(word, word)
+    for fault in faults:
+        for key, result in fault.says.items():
+            assert re.match(result, results[CHECKS[key]]), f"{fault.name}:\n{said}"
+        key = next(iter(fault.says))
+        assert f"{CHECKS[key]}: {prove.MEANINGS[key]}" in said
 
 
 def test_a_script_that_ends_early(proved, tmp_path):
@@ -244,20 +265,23 @@ def test_a_script_that_ends_early(proved, tmp_path):
         proved(f"{TORCHRUN} {copy}/ddp_launch.py {FLAGS}")
 
 
-def test_real_processes(tmp_path):
-    """By their PYTHONPATH, and not from the fork server."""
-    command = f"python {ROOT}/scripts/prove.py python {ROOT}/mnist/single.py {FLAGS}"
-    said = run(command, tmp_path)
-    assert said.count("| same bits |") == 3
-    assert "| changes, and is in no checkpoint | no model, " in said
+def test_a_real_process(tmp_path, monkeypatch):
+    """It is watched by its PYTHONPATH, and not by the fork server."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, f"{ROOT}/mnist/single.py", *FLAGS.split()]
+    proof = prove.Proof(command, steps=3, folder=tmp_path)
+    recorded = proof.run("whole")
+    assert list(prove.trace(recorded)) == [1, 2, 3]
+    assert prove.weights(recorded / "end.pt")
 
 
-def test_a_command_that_fails(tmp_path):
-    """In one line, which the script has printed before torchrun's summary. Nothing is left."""
-    command = f"python {ROOT}/scripts/prove.py {TORCHRUN} {ROOT}/mnist/ddp_launch.py --epoch 3"
-    line = one_line(run(command, tmp_path, status=1))
-    assert "ended with status 1: ddp_launch.py: unrecognized arguments: --epoch 3" in line
-    assert "give the command" in one_line(
-        run(f"python {ROOT}/scripts/prove.py", tmp_path, status=2)
-    )
+def test_a_command_that_fails(proved, tmp_path):
+    """It says the line that the script has printed before torchrun's summary. Nothing is left."""
+    said = "ended with status 1: ddp_launch.py: unrecognized arguments: --epoch 3"
+    with pytest.raises(RunError, match=said):
+        proved(f"{TORCHRUN} {ROOT}/mnist/ddp_launch.py --epoch 3", agent=True)
     assert not os.listdir(tmp_path)
+
+
+def test_no_command(tmp_path):
+    assert "give the command" in refused(f"python {ROOT}/scripts/prove.py", tmp_path)
