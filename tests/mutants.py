@@ -403,7 +403,7 @@ MUTANTS = [
         "SIGTERM ends loader workers",
         "common/process/workers.py",
         {"    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n": ""},
-        "tests/recipes/test_faults.py::test_sigterm_to_loader_workers",
+        "tests/recipes/test_faults.py::test_signals_to_loader_workers",
     ),
     Mutant(
         "ranks that outlive their launcher",

@@ -5,6 +5,9 @@ and its ranks as processes of their own. Real commands (launch.py) are for tests
 an import or the end of the interpreter does, and of mpirun and horovodrun, which start programs.
 """
 
+import atexit
+import contextlib
+import ctypes
 import functools
 import gc
 import multiprocessing
@@ -176,9 +179,25 @@ def run_script(words):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def be_command(words, cwd, environment, printed, agent):
+@contextlib.contextmanager
+def small_disk(at, size):
+    """For this process and what it starts, `at` is a disk of `size`, which is copied at the end."""
+    os.makedirs(at, exist_ok=True)
+    CLONE_NEWNS = 0x20000
+    assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["cp", "-a", at, "copy"], check=True)
+
+
+def be_command(words, cwd, environment, printed, agent, disk):
     """In a forked process: be the command `words`, as a shell would start it."""
     os.setsid()
+    # A background job ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # What it has inherited is no work for its garbage collections.
     gc.freeze()
     with open(printed, "a") as file:
@@ -186,6 +205,11 @@ def be_command(words, cwd, environment, printed, agent):
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
     os.environ.update(environment)
+    with small_disk(*disk) if disk else contextlib.nullcontext():
+        start_words(words, agent)
+
+
+def start_words(words, agent):
     if words[0] == "torchrun" and agent:
         run_torchrun(words[1:])
     elif words[0] == "torchrun":
@@ -200,14 +224,29 @@ def be_command(words, cwd, environment, printed, agent):
         run_script(words[1:])
 
 
+started = []
+
+
+@atexit.register
+def kill_those_left():
+    """Those of tests that failed: multiprocessing would wait for their end."""
+    for process in started:
+        if process.is_alive():
+            process.kill()
+
+
 class ForkedJob(launch.Job):
     """A Job in forked processes. Its command begins with python, torchrun or horovodrun --gloo.
 
     Without `agent` there is no torchrun: its ranks alone, and the highest of their statuses.
+    With `disk`, a folder and a size, that folder is a small disk, as with launch.on_small_disk.
     """
 
-    def __init__(self, command, cwd, agent=True, **environment):
+    def __init__(self, command, cwd, agent=True, disk=None, **environment):
+        if disk:
+            launch.need_mounts()
         self.agent = agent
+        self.disk = disk
         super().__init__(command, cwd, **environment)
 
     def start(self, cwd, environment):
@@ -217,10 +256,10 @@ class ForkedJob(launch.Job):
         while re.fullmatch(r"\w+=.*", words[0]):
             name, _, environment[name] = words.pop(0).partition("=")
         variables = {**launch.setting(), "CUDA_VISIBLE_DEVICES": "", **environment}
-        process = Command(
-            target=be_command, args=(words, str(cwd), variables, self.printed.name, self.agent)
-        )
+        more = (self.printed.name, self.agent, self.disk)
+        process = Command(target=be_command, args=(words, str(cwd), variables, *more))
         process.start()
+        started.append(process)
         return process
 
     def owns(self, process):

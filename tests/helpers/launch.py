@@ -284,13 +284,17 @@ def everything(folder):
     )
 
 
+def need_mounts():
+    unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True)
+    need(os.geteuid() == 0 and unshare.returncode == 0, "root and unshare, to mount a small disk")
+
+
 def on_small_disk(command, cwd, size, at):
     """`command` in a mount namespace of its own where `at` is a disk of `size`.
 
     What is on it at the end is copied.
     """
-    unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True)
-    need(os.geteuid() == 0 and unshare.returncode == 0, "root and unshare, to mount a small disk")
+    need_mounts()
     (cwd / at).mkdir(exist_ok=True)
     (cwd / "command.sh").write_text(
         f"mount -t tmpfs -o size={size} tmpfs {at}\n{command}\nstatus=$?\n"
