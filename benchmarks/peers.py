@@ -54,9 +54,9 @@ PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "timm")
 
 MODEL = "digits.build(args.model)"
 OPTIMIZER = """torch.optim.SGD(
-        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
+        model.parameters(), peak_lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )"""
-ADADELTA = "torch.optim.Adadelta(model.parameters(), lr)"
+ADADELTA = "torch.optim.Adadelta(model.parameters(), peak_lr)"
 MOMENTUM = """\
     for group in optimizer.param_groups:
         for weight in group["params"]:
