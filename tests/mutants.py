@@ -76,7 +76,7 @@ COSTS = "tests/recipes/test_gpu.py::test_costs_of_a_step"
 CUDA_GRAPH = "tests/recipes/test_gpu.py::test_cuda_graph"
 STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
 KILLED = "tests/recipes/test_signals.py::test_a_launcher_that_is_ended_leaves_no_process"
-CLUSTER = "tests/slurm/test_cluster_faults.py::"
+CLUSTER = "tests/slurm/test_slurm.py::"
 COMMANDS = "tests/docs/test_readme.py::test_commands"
 EXAMPLE = "tests/examples/test_examples.py::test_the_same_on_two_processes_and_after_a_resume"
 
@@ -224,13 +224,13 @@ MUTANTS = [
         "ddp_launch evaluates with each rank's own BatchNorm",
         "imagenet/ddp_launch.py",
         {"        dist.broadcast(buffer, src=0)\n": "        pass\n"},
-        "tests/recipes/test_resume.py::test_kills[ddp_launch]",
+        "tests/recipes/test_resume.py::test_killed_and_warned[ddp_launch]",
     ),
     Mutant(
         "hvd evaluates with each rank's own BatchNorm",
         "cifar10/hvd.py",
         {"    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)\n": ""},
-        "tests/recipes/test_resume.py::test_kills[hvd_gloo]",
+        "tests/recipes/test_resume.py::test_killed_and_warned[hvd_gloo]",
     ),
     Mutant(
         "top-4 counts as top-5",
@@ -613,7 +613,7 @@ MUTANTS = [
         "an array whose tasks all have the first rate",
         "slurm/array.sh",
         {"${rates[$SLURM_ARRAY_TASK_ID]}": "${rates[0]}"},
-        "tests/slurm/test_slurm.py::test_array_and_its_table",
+        f"{CLUSTER}test_array",
     ),
     Mutant(
         "one requeue more than MAX_REQUEUES",
@@ -631,7 +631,7 @@ MUTANTS = [
         "TERM ends torchrun",
         "slurm/ddp_2nodes.sh",
         {'trap "" USR1 USR2 TERM; exec torchrun': 'trap "" USR1 USR2; exec torchrun'},
-        f"{CLUSTER}test_preempted",
+        f"{CLUSTER}test_a_job_starts_and_is_told_to_stop[ddp]",
     ),
     Mutant(
         "CUDA graph: the rates are numbers, which the capture freezes",
