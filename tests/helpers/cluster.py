@@ -113,14 +113,25 @@ class SlurmJob:
 
     def wait_for(self, text, count=1):
         """Return once its log has the regular expression `text`, `count` times."""
+
+        def printed():
+            return len(re.findall(text, self.log(), re.MULTILINE)) >= count
+
+        self.wait_until(printed, f"no '{text}'")
+
+    def wait_until(self, happened, what):
+        """Return once `happened()`. Fail, and say `what`, if the job ends before."""
         end = time.monotonic() + PATIENCE
-        state = self.shown("JobState")
-        while len(re.findall(text, self.log(), re.MULTILINE)) < count:
-            assert not state <= ENDED, f"no '{text}', and it is {state}:\n{self.log()}"
-            assert time.monotonic() < end, f"no '{text}' in {PATIENCE} s:\n{self.log()}"
-            time.sleep(0.5)
-            # Before the log is read again: what a job that has ended wrote is there.
+        while True:
+            # Before the last look: what a job that has ended wrote is there.
             state = self.shown("JobState")
+            # To ask SLURM takes a hundred times as long as a look at a file.
+            for _ in range(20):
+                if happened():
+                    return
+                time.sleep(0.1)
+            assert not state <= ENDED, f"{what}, and it is {state}:\n{self.log()}"
+            assert time.monotonic() < end, f"{what} in {PATIENCE} s:\n{self.log()}"
 
     def finish(self, state="COMPLETED"):
         """Wait until it, or each task of it, has ended with `state`; returns its log."""
@@ -129,7 +140,7 @@ class SlurmJob:
             if time.monotonic() > end:
                 self.cluster.run(f"scancel {self.id}")
                 pytest.fail(f"it is still {now} after {PATIENCE} s:\n{self.log()}")
-            time.sleep(0.5)
+            time.sleep(1)
         assert now == {state}, f"{now}:\n{self.log()}"
         return self.log()
 
@@ -148,10 +159,9 @@ class SlurmJob:
                 where = [
                     environment.get(name) for name in (MARK, "SLURM_JOB_ID", "SLURMD_NODENAME")
                 ]
-                if where == [self.cluster.mark, self.id, node] and re.search(
-                    r"^\S*python\S*( -u)? \S+/(single|ddp_spawn|ddp_launch|hvd)\.py",
-                    " ".join(process.cmdline()),
-                ):
+                words = " ".join(process.cmdline())
+                is_script = re.match(r"\S*python\S*( -u)? \S+\.py\b", words)
+                if where == [self.cluster.mark, self.id, node] and is_script:
                     found.append(process)
             except psutil.Error:
                 pass
