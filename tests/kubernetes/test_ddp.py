@@ -1,128 +1,115 @@
-"""kubernetes/ddp.yaml on two containers: evicted and killed pods, the weights of two processes."""
+"""kubernetes/ddp.yaml on two containers: pods are evicted, killed, and at their memory limit."""
 
-import shutil
+import re
+import struct
 from pathlib import Path
 
-import pytest
+import torch
 from forked import compute
 from launch import assert_same, checkpoint, evaluations
-from pods import IndexedJob, Namespace, bytes_of, documents, kill, podman
+from pods import IndexedJob, Namespace, bytes_of, documents, kill, podman, with_gates
 from recipes import ROOT
 
-ONE_PROCESS = {
+RECIPE = "mnist/ddp_launch.py"
+GLOBAL_BATCH = 2 * 32
+STEPS_PER_EPOCH = 10
+# 6 epochs, of 640 images. The ranks ask each other within each, and print no line of a step.
+FLAGS = """
+    --batch-size=32 --arch=lenet --epochs=6 --checkpoint-every=3 --log-interval=5 --log-seconds=1000
+"""
+CHANGES = {
     "--nproc-per-node=4": "--nproc-per-node=1",
-    "cifar10/ddp_amp.py": "mnist/ddp_launch.py",
+    "cifar10/ddp_amp.py": RECIPE,
+    "            - --checkpoint-every=500\n": "".join(
+        f"            - {flag}\n" for flag in FLAGS.split()
+    ),
 }
-RECIPE = "            - --checkpoint-every=500\n"
-# Many epochs, each of 10 steps: a fault that comes after the second comes before the last.
-# They ask each other within each, and print no line of a step.
-FLAGS = (
-    "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5 --log-seconds=1000"
-)
 
 
-def manifest(flags, **others):
-    """The documents of the manifest by kind, with flags of the recipe and other changed texts."""
-    lines = "".join(f"            - {flag}\n" for flag in flags.split())
-    found = documents("kubernetes/ddp.yaml", ONE_PROCESS | {RECIPE: lines} | others)
-    return {document["kind"]: document for document in found}
+def write_mnist(folder):
+    """Write the files of MNIST, with a hundredth of its images."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, length in (("train", 640), ("t10k", 100)):
+        images = torch.randint(256, (length, 28, 28), dtype=torch.uint8).numpy().tobytes()
+        labels = torch.randint(10, (length,), dtype=torch.uint8).numpy().tobytes()
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 2051, length, 28, 28) + images
+        )
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, length) + labels)
 
 
-@pytest.fixture
-def namespace(image, tmp_path):
+def rank_of(pod):
+    """The process of the recipe in a pod, as this machine numbers it."""
+    lines = podman("top", pod.name, "hpid", "args").splitlines()
+    (rank,) = [int(line.split()[0]) for line in lines if RECIPE in line and " -u " in line]
+    return rank
+
+
+def test_pods_that_end(image, tmp_path):
+    """One evicted, both evicted, both killed, one at its memory limit: the same bits at the end.
+
+    After an eviction the run has lost nothing; else it goes on from its last checkpoint.
+    """
+    job_of_manifest = documents("kubernetes/ddp.yaml", CHANGES)[-1]
+    mounts = with_gates(RECIPE, (15, 25, 35, 45), tmp_path)
     with Namespace(tmp_path) as namespace:
-        yield namespace
+        data = namespace.claim("data", group=1000)
+        write_mnist(data)
+        run = namespace.claim("runs", group=1000) / "ddp"
+        job = IndexedJob(namespace, job_of_manifest, image("recipes"), mounts)
 
+        print("evict one pod")
+        job.wait_for("^at gate-15$", count=2)
+        job.evict(1)
 
-@pytest.fixture
-def start(namespace, image):
-    """A function that starts the job, with flags of the recipe."""
+        print("evict both pods")
+        job.wait_for("^at gate-25$", count=2)
+        assert job.log().count("stopped after a signal") == 1
+        job.evict(0, 1)
 
-    def start(flags, **others):
-        return IndexedJob(namespace, manifest(flags, **others)["Job"], image("recipes"))
+        print("kill both pods")
+        job.wait_for("^at gate-35$", count=2)
+        assert job.log().count("stopped after a signal") == 2
+        kill(*job.pods.values())
+        (run / "gate-35").touch()
 
-    return start
+        print("let a pod reach its memory limit")
+        job.wait_for("^at gate-45$", count=2)
+        failures = job.failures
+        pod = job.pods[1]
+        # The kernel ends the process with the highest score first: the rank, then the greedy one.
+        Path(f"/proc/{rank_of(pod)}/oom_score_adj").write_text("1000")
+        pod.execute("python3", "-c", f"b'x' * {bytes_of('2Gi')}", status=137)
+        (run / "gate-45").touch()
 
+        print("finish")
+        log = job.finish()
+        # torchrun has started the ranks again, in the same pods.
+        assert "(exitcode: -9)" in log
+        assert job.failures == failures
+        assert log.count("stopped after a signal") == 2
+        places = re.findall(r"^resumed from .* at epoch (\d+), sample (\d+)", log, re.MULTILINE)
+        one, both, killed, at_limit = sorted(
+            STEPS_PER_EPOCH * (int(epoch) - 1) + int(sample) // GLOBAL_BATCH
+            for epoch, sample in places
+        )
+        # An eviction is agreed on in the step after the gate, or soon after.
+        assert 15 < one <= 18
+        assert 25 < both <= 28
+        # --checkpoint-every=3
+        assert killed == 33
+        assert at_limit == 45
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The folder of the same run on two local processes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    command = "torchrun --standalone --nproc-per-node=2"
-    compute(f"{command} {ROOT}/mnist/ddp_launch.py {FLAGS} --device=cpu --log-dir=log", folder)
-    return folder / "log"
-
-
-def is_whole(run, undisturbed):
-    """The same bits, and each epoch has one evaluation, of all samples."""
+    compute(
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/{RECIPE} {' '.join(FLAGS.split())} "
+        f"--device=cpu --data-dir={data} --log-dir=log",
+        tmp_path,
+    )
+    undisturbed = tmp_path / "log"
     assert_same(checkpoint(run)["model"], checkpoint(undisturbed)["model"])
+    # Each epoch has one evaluation, of all samples.
     names = ("epoch", "step", "train/accuracy", "val/accuracy")
     assert [[line[name] for name in names] for line in evaluations(run)] == [
         [line[name] for name in names] for line in evaluations(undisturbed)
     ]
-
-
-def test_real_images(start, namespace, real_data, tmp_path):
-    """With the defaults, and an eviction in the middle, they train as two local processes do."""
-    data = namespace.claim("data", group=1000)
-    shutil.copytree(real_data("mnist") / "MNIST", data / "MNIST")
-    flags = "--max-steps=60 --log-seconds=0"
-    job = start(flags)
-    job.wait_for("^step 30/")
-    job.evict(0)
-    log = job.finish()
-    assert log.count("stopped after a signal") == log.count("resumed from") == 1
-    compute(
-        f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {flags} "
-        f"--device=cpu --data-dir={data} --log-dir=log",
-        tmp_path,
-    )
-    is_whole(namespace.claim("runs", 1000) / "ddp", tmp_path / "log")
-
-
-def test_evicted_pods(start, namespace, undisturbed):
-    """One pod or both: the run is saved, and their successors go on from there."""
-    job = start(FLAGS)
-    job.wait_for("^epoch 2/")
-    for count, pods in enumerate([[1], [0, 1]], 1):
-        job.evict(*pods)
-        job.wait_for("^stopped after a signal", count)
-        # Before its first step a run has nothing to save: an eviction would end it at once. An
-        # epoch whose samples were all used is evaluated first: so two lines.
-        job.wait_for(r"^resumed from .*\n.*\nepoch.*\nepoch", count)
-    log = job.finish()
-    assert log.count("resumed from") == 2
-    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
-
-
-def test_killed_pods(start, namespace, undisturbed):
-    """Both: the run goes on from the last checkpoint."""
-    job = start(f"{FLAGS} --checkpoint-every=3")
-    job.wait_for("^epoch 2/")
-    kill(*job.pods.values())
-    log = job.finish()
-    assert "resumed from" in log
-    assert "stopped after a signal" not in log
-    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)
-
-
-def ranks_of(pod):
-    """The numbers of the processes of the recipe in a pod, as this machine counts them."""
-    lines = podman("top", pod.name, "hpid", "args").splitlines()
-    return [int(line.split()[0]) for line in lines if "ddp_launch.py" in line and " -u " in line]
-
-
-def test_memory_limit(start, namespace, undisturbed):
-    """The kernel kills a rank at the pod's limit: torchrun says so, and starts all ranks again."""
-    job = start(f"{FLAGS} --checkpoint-every=3")
-    job.wait_for("^epoch 2/")
-    pod = job.pods[1]
-    # The kernel kills the process with the highest score first: the rank, and then the greedy one.
-    (rank,) = ranks_of(pod)
-    Path(f"/proc/{rank}/oom_score_adj").write_text("1000")
-    pod.execute("python3", "-c", f"b'x' * {bytes_of('2Gi')}", status=137)
-    log = job.finish()
-    assert "(exitcode: -9)" in log
-    assert log.count("resumed from") == 1
-    assert job.failures == 0
-    is_whole(namespace.claim("runs", 1000) / "ddp", undisturbed)

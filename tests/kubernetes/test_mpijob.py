@@ -6,15 +6,23 @@ import subprocess
 import pytest
 from forked import compute
 from launch import assert_same, checkpoint, need_horovod
-from pods import Namespace, Pod, documents, evict
+from pods import Namespace, Pod, documents, evict, with_gates
 from recipes import ROOT
 
+RECIPE = "mnist/hvd.py"
+FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=5 --checkpoint-every=3"
 CHANGES = {
     "slotsPerWorker: 4": "slotsPerWorker: 1",
-    "cifar10/hvd.py": "mnist/hvd.py",
+    "cifar10/hvd.py": RECIPE,
     '- "25"': '- "4"',
+    # For the tests' sitecustomize.py.
+    "                - OMP_NUM_THREADS\n": (
+        "                - OMP_NUM_THREADS\n                - -x\n                - PYTHONPATH\n"
+    ),
+    "                - --checkpoint-every=500\n": "".join(
+        f"                - {flag}\n" for flag in FLAGS.split()
+    ),
 }
-RECIPE = "                - --checkpoint-every=500\n"
 # Where Kubernetes and the operator put them.
 HOSTS = "hvd-worker-{}.hvd.default.svc"
 
@@ -22,8 +30,8 @@ HOSTS = "hvd-worker-{}.hvd.default.svc"
 class MPIJob:
     """The pods of a job, with the hostfile and the keys that the operator makes."""
 
-    def __init__(self, namespace, spec, image):
-        self.namespace, self.spec, self.image = namespace, spec, image
+    def __init__(self, namespace, spec, image, mounts):
+        self.namespace, self.spec, self.image, self.mounts = namespace, spec, image, mounts
         replicas = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
         self.keys = namespace.folder / "keys"
         self.keys.mkdir()
@@ -49,7 +57,7 @@ class MPIJob:
             self.image,
             f"hvd-worker-{index}",
             names=[HOSTS.format(index)],
-            mounts={self.spec["sshAuthMountPath"]: self.keys},
+            mounts={self.spec["sshAuthMountPath"]: self.keys} | self.mounts,
         )
 
     def launcher(self):
@@ -65,41 +73,36 @@ class MPIJob:
         )
 
 
-# Enough work that the run does not end before mpirun has passed on a signal.
-FLAGS = "--synthetic=6400 --batch-size=320 --arch=lenet --epochs=20 --log-interval=5"
-
-
 @pytest.fixture
 def job(image, tmp_path):
     need_horovod("mpi")
-    lines = "".join(
-        f"                - {flag}\n" for flag in [*FLAGS.split(), "--checkpoint-every=3"]
-    )
-    _, document = documents("kubernetes/mpijob.yaml", CHANGES | {RECIPE: lines})
+    _, document = documents("kubernetes/mpijob.yaml", CHANGES)
     with Namespace(tmp_path) as namespace:
-        yield MPIJob(namespace, document["spec"], image("horovod"))
+        mounts = with_gates(RECIPE, (15, 25), tmp_path)
+        yield MPIJob(namespace, document["spec"], image("horovod"), mounts)
 
 
-def test_launcher_and_worker_evicted(job, tmp_path):
-    """After the first, the run goes on where it was; after the second, from its last checkpoint."""
+def test_worker_and_launcher_evicted(job, tmp_path):
+    """After the first, the run goes on from its last checkpoint; after the second, where it was."""
     launcher = job.launcher()
-    launcher.wait_for("^epoch 1/")
-    evict(launcher)
-    assert "stopped after a signal" in launcher.log()
-    assert launcher.status() != 0, "it would count as complete"
-
-    launcher = job.launcher()
-    launcher.wait_for("^resumed from")
+    launcher.wait_for("^at gate-15$")
     evict(job.workers[1])
     assert launcher.wait() != 0
     assert "stopped after a signal" not in launcher.log()
 
     job.workers[1] = job.worker(1)
     launcher = job.launcher()
-    launcher.wait_for("^resumed from")
-    assert launcher.wait() == 0, launcher.log()
+    launcher.wait_for("^resumed from .* at epoch 2, sample 320")
+    # The second gate, if mpirun's end has let a rank open the first one.
+    launcher.wait_for("^at gate-")
+    evict(launcher)
+    assert "stopped after a signal" in launcher.log()
+    assert launcher.status() != 0, "it would count as complete"
 
-    mpirun = "mpirun --oversubscribe --bind-to none -np 2"
-    compute(f"{mpirun} python {ROOT}/mnist/hvd.py {FLAGS} --device=cpu --log-dir=log", tmp_path)
+    # The next launcher would find this checkpoint. Here, two processes of this machine do.
     run = job.namespace.claim("runs", 1000) / "hvd"
+    start = f"horovodrun --gloo -np 2 python {ROOT}/{RECIPE} {FLAGS} --device=cpu --resume=auto"
+    resumed = compute(f"{start} --log-dir={run}", tmp_path)
+    assert "resumed from" in resumed
+    compute(f"{start} --log-dir=log", tmp_path)
     assert_same(checkpoint(run)["model"], checkpoint(tmp_path / "log")["model"])

@@ -2,13 +2,14 @@
 
 from forked import compute
 from launch import assert_same, checkpoint
-from pods import Namespace, Pod, documents, evict
+from pods import Namespace, Pod, documents, evict, with_gates
 from recipes import ROOT
 
-FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=40 --log-interval=5"
+RECIPE = "mnist/ddp_launch.py"
+FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=3 --log-interval=5"
 CHANGES = {
     "numProcPerNode: 4": "numProcPerNode: 1",
-    "cifar10/ddp_amp.py": "mnist/ddp_launch.py",
+    "cifar10/ddp_amp.py": RECIPE,
     "      - --checkpoint-every=500\n": "".join(f"      - {flag}\n" for flag in FLAGS.split()),
 }
 
@@ -32,6 +33,7 @@ def test_an_evicted_pod(image, tmp_path):
     """It saves, and its successor joins the other: the weights of two local processes."""
     _, document = documents("kubernetes/trainjob.yaml", CHANGES)
     spec = document["spec"]
+    mounts = with_gates(RECIPE, (15,), tmp_path)
 
     with Namespace(tmp_path) as namespace:
 
@@ -42,6 +44,7 @@ def test_an_evicted_pod(image, tmp_path):
                 image("recipes"),
                 f"ddp-node-0-{rank}",
                 names=[f"ddp-node-0-{rank}.ddp"],
+                mounts=mounts,
                 PET_NNODES=str(spec["trainer"]["numNodes"]),
                 PET_NPROC_PER_NODE=str(spec["trainer"]["numProcPerNode"]),
                 PET_NODE_RANK=str(rank),
@@ -50,7 +53,8 @@ def test_an_evicted_pod(image, tmp_path):
             )
 
         pods = [start(rank) for rank in range(2)]
-        pods[0].wait_for("^epoch 2/")
+        for pod in pods:
+            pod.wait_for("^at gate-15$")
         evict(pods[1])
         pods[1] = start(1)
         for pod in pods:
@@ -58,8 +62,6 @@ def test_an_evicted_pod(image, tmp_path):
         assert pods[0].log().count("stopped after a signal") == 1
         assert pods[0].log().count("resumed from") == 1
         command = "torchrun --standalone --nproc-per-node=2"
-        compute(
-            f"{command} {ROOT}/mnist/ddp_launch.py {FLAGS} --device=cpu --log-dir=log", tmp_path
-        )
+        compute(f"{command} {ROOT}/{RECIPE} {FLAGS} --device=cpu --log-dir=log", tmp_path)
         run = namespace.claim("runs", 1000) / "ddp"
         assert_same(checkpoint(run)["model"], checkpoint(tmp_path / "log")["model"])
