@@ -2,13 +2,11 @@
 
 import os
 import re
-import shutil
 import signal
 
 import pytest
-from forked import compute
-from launch import Job, need, run
-from recipes import ROOT, changed_copy
+from forked import ForkedJob, compute
+from recipes import ROOT, STEP, changed_copy
 
 from common import lease
 
@@ -17,19 +15,25 @@ SINGLE = f"python {ROOT}/mnist/single.py {FLAGS}"
 ENDLESS = "--epochs 100000"
 
 
-def slow(to):
-    """The command for an endless run. A step takes 0.1 s, and leaves the cores to other tests."""
-    step = "        position.advance()\n"
+def slow(to, host=None):
+    """The command for an endless run, which takes its machine for `host`.
+
+    A step takes 0.1 s, and an epoch 2 s: it leaves the cores to other tests.
+    """
     pause = "        __import__('time').sleep(0.1)\n"
-    copy = changed_copy(to, "mnist/single.py", step, step + pause)
-    return f"python {copy}/single.py {FLAGS} {ENDLESS}"
+    copy = changed_copy(to, "mnist/single.py", STEP, STEP + pause)
+    if host:
+        path = copy / "single.py"
+        rename = f"import socket\nsocket.gethostname = lambda: {host!r}\n"
+        path.write_text(path.read_text().replace("import torch\n", f"{rename}import torch\n", 1))
+    return f"python {copy}/single.py {FLAGS} --synthetic 1280 {ENDLESS}"
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """A job that trains in the folder log of job.folder."""
     folder = tmp_path_factory.mktemp("running")
-    job = Job(f"exec {slow(folder / 'copy')}", folder)
+    job = ForkedJob(slow(folder / "copy"), folder)
     job.folder = folder
     job.wait_for("epoch 2/")
     yield job
@@ -52,7 +56,9 @@ def test_a_folder_in_use_is_refused(start, running):
 def test_one_line_of_several_ranks(running):
     """The ranks that wait for rank 0 print no traceback."""
     torchrun = f"torchrun --standalone --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {FLAGS}"
-    said = run(f"{torchrun} --resume auto", running.folder, status=1)
+    refused = ForkedJob(f"{torchrun} --resume auto", running.folder)
+    assert refused.finish() == 1
+    said = refused.output()
     assert said.count("ddp_launch.py: log is in use by process") == 1
     assert said.count("traceback : log is in use by process") == 1, "torchrun's last lines"
     assert said.count("is in use by process") == 2
@@ -60,33 +66,31 @@ def test_one_line_of_several_ranks(running):
 
 
 def test_a_killed_job_does_not_lock_out_its_successor(tmp_path):
-    killed = Job(f"exec {SINGLE} {ENDLESS}", tmp_path)
+    killed = ForkedJob(f"{SINGLE} {ENDLESS}", tmp_path)
     killed.wait_for("epoch 1/")
     killed.process.kill()
     killed.finish()
     assert (tmp_path / "log" / ".in-use").exists()
-    said = run(f"{SINGLE} --resume auto --max-steps 1", tmp_path)
+    said = compute(f"{SINGLE} --resume auto --max-steps 1", tmp_path)
     assert "nothing left to do" in said
-    assert not (tmp_path / "log" / ".in-use").exists()
+    assert not (tmp_path / "log" / ".in-use").exists(), "its successor elsewhere would wait"
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp_spawn"])
-def test_nothing_is_left_in_the_folder_of_a_run_that_ended(strategy, tmp_path):
-    """Else its successor on another machine would wait."""
-    run(SINGLE.replace("single", strategy) + " --epochs 1", tmp_path)
+def test_nothing_is_left_in_the_folder_of_a_run_of_mp_spawn(tmp_path):
+    """Its processes run no exit handlers of atexit."""
+    compute(SINGLE.replace("single", "ddp_spawn") + " --epochs 1", tmp_path)
     assert not (tmp_path / "log" / ".in-use").exists()
 
 
 def test_on_another_machine(tmp_path):
     """A process there cannot be looked at, but its file stays as it is if it died."""
-    need(os.geteuid() == 0 and shutil.which("unshare"), "root, for another host name")
     here = slow(tmp_path / "copy")
-    there = Job(f"exec unshare --uts bash -c 'hostname there; exec {here}'", tmp_path)
+    there = ForkedJob(slow(tmp_path / "other", "there"), tmp_path)
     there.wait_for("epoch 2/")
-    said = run(here, tmp_path, status=2)
+    said = compute(here, tmp_path, status=2)
     assert re.search(rf"in use by process {there.process.pid} on there: wait", said)
     there.process.send_signal(signal.SIGSTOP)
-    successor = Job(f"exec {here} --resume auto", tmp_path)
+    successor = ForkedJob(f"{here} --resume auto", tmp_path)
     successor.wait_for("resumed from")
     there.process.send_signal(signal.SIGCONT)
     assert there.finish() == 1
@@ -97,10 +101,10 @@ def test_on_another_machine(tmp_path):
 
 def test_a_download_that_another_process_has_begun(tmp_path):
     """Who waits says for whom."""
-    command = f"exec python {ROOT}/mnist/single.py --data-dir {tmp_path}/data"
+    command = f"python {ROOT}/mnist/single.py --data-dir {tmp_path}/data"
     (tmp_path / "data" / "MNIST" / "raw").mkdir(parents=True)
     with lease.held(tmp_path / "data" / ".download.lock"):
-        job = Job(command, tmp_path)
+        job = ForkedJob(command, tmp_path)
         job.wait_for(f"waiting for process {os.getpid()} on ")
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == -signal.SIGTERM

@@ -1,17 +1,21 @@
 """What rank 0 logs: on a disk that fills up, and where TensorBoard is broken."""
 
+import sys
+
 import pytest
-from launch import evaluations, on_small_disk, run
+from forked import compute
 from recipes import ROOT
 
 from common import log, results
+from common.data import EpochSampler
+from common.position import Position
 
 
 def test_a_disk_that_was_full_for_a_moment(tmp_path):
     """tensorflow 8745: TensorBoard and results.jsonl go on."""
     script = tmp_path / "script.py"
     script.write_text(
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        f"import os, sys; sys.path.append({str(ROOT)!r})\n"
         "from pathlib import Path\n"
         "from common.data import EpochSampler\n"
         "from common.log import Log\n"
@@ -31,7 +35,7 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
         "    position.advance()\n"
         "    log.write('step', {'train/loss': 0.5, 'note': 'x' * 300})\n"
     )
-    said = run(on_small_disk("python script.py", tmp_path, "600k", "disk"), tmp_path)
+    said = compute("python script.py", tmp_path, disk=("disk", "600k"))
     assert said.count("warning: no results are written") == 1
     assert "Traceback" not in said
     events = results.read(tmp_path / "copy" / "results.jsonl")
@@ -46,16 +50,20 @@ def test_a_disk_that_was_full_for_a_moment(tmp_path):
 
 
 @pytest.mark.parametrize("error", ["TypeError('other protobuf')", "AttributeError('np.bool8')"])
-def test_a_tensorboard_of_other_versions(error, tmp_path):
+def test_a_tensorboard_of_other_versions(error, tmp_path, monkeypatch, capsys):
     """It is said once, before training, which goes on: tensorboard 6808 and 5708."""
-    package = tmp_path / "broken" / "tensorboard"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(f"raise {error}\n")
-    command = f"python {ROOT}/mnist/single.py --synthetic 320 --model lenet --device cpu"
-    said = run(f"{command} --epochs 2 --log-dir log", tmp_path, PYTHONPATH=str(tmp_path / "broken"))
-    assert said.count("no TensorBoard events") == 1
-    assert said.index("no TensorBoard events") < said.index("epoch 1/2")
-    assert len(evaluations(tmp_path / "log")) == 2
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "__init__.py").write_text(f"raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in list(sys.modules):
+        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
+            monkeypatch.delitem(sys.modules, name)
+    written = log.Log(tmp_path / "log", Position(EpochSampler(100, 1), epochs=1))
+    written.start({}, [])
+    assert capsys.readouterr().out.count("no TensorBoard events") == 1
+    written.write("step", {"train/loss": 0.5})
+    events = results.read(tmp_path / "log" / "results.jsonl")
+    assert events[-1]["train/loss"] == 0.5
 
 
 def test_progress_without_a_terminal(capsys):
