@@ -71,7 +71,6 @@ SAMPLER = "tests/common/test_data.py::test_sampler_position"
 WATCHDOG = "tests/common/process/test_watchdog.py::test_a_process_that_hangs_ends_with_its_stack"
 CHECKPOINT = "tests/common/test_checkpoint.py::"
 PARITY = "tests/recipes/test_parity.py::test_parity"
-EVALUATION = "tests/recipes/test_parity.py::test_exact_evaluation"
 COSTS = "tests/recipes/test_gpu.py::test_costs_of_a_step"
 CUDA_GRAPH = "tests/recipes/test_gpu.py::test_cuda_graph"
 STOPPED = "tests/recipes/test_signals.py::test_told_to_stop_before_the_first_step"
@@ -147,7 +146,7 @@ MUTANTS = [
         "fsdp without the root",
         "cifar10/fsdp.py",
         {"    fully_shard(model, mesh=mesh, mp_policy=root_policy)\n": ""},
-        "tests/recipes/test_parity.py::test_parity_of_resnet",
+        "tests/recipes/test_fsdp.py::test_a_whole_checkpoint_is_that_of_ddp",
     ),
     Mutant(
         "hvd without set_epoch",
@@ -188,37 +187,37 @@ MUTANTS = [
                 "    return averages(sums.total())"
             )
         },
-        f"{EVALUATION}[ddp_launch]",
+        f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
         "ddp_launch without the sum of validation",
         "mnist/ddp_launch.py",
         {"    return averages(sums.total(dist.all_reduce))": "    return averages(sums.total())"},
-        f"{EVALUATION}[ddp_launch]",
+        f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
         "ddp_launch without shares of validation",
         "mnist/ddp_launch.py",
         {VAL_SHARE: "range(len(val_set) - rank)"},
-        f"{EVALUATION}[ddp_launch]",
+        f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
         "ddp_launch with one share of validation for all",
         "mnist/ddp_launch.py",
         {VAL_SHARE: "range(0, len(val_set), world_size)"},
-        f"{EVALUATION}[ddp_launch]",
+        f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
         "hvd without the sum of validation",
         "mnist/hvd.py",
         {"    return averages(sums.total(all_reduce))": "    return averages(sums.total())"},
-        f"{EVALUATION}[hvd_gloo]",
+        f"{PARITY}[mnist hvd_gloo 2]",
     ),
     Mutant(
         "a loss that each batch counts once",
         "mnist/ddp_launch.py",
         {"sums.add(loss=loss * len(labels), ": "sums.add(loss=loss, "},
-        f"{EVALUATION}[ddp_launch]",
+        f"{PARITY}[mnist ddp_launch 2]",
     ),
     Mutant(
         "ddp_launch evaluates with each rank's own BatchNorm",
@@ -242,7 +241,7 @@ MUTANTS = [
         "best.pt is the worst epoch",
         "mnist/single.py",
         {'best.update(val_result["accuracy"])': 'best.update(-val_result["accuracy"])'},
-        "tests/recipes/test_output.py::test_tensorboard_has_the_scalars",
+        "tests/recipes/test_output.py::test_the_best_epoch_is_kept",
     ),
     Mutant(
         "Best keeps the lowest",
