@@ -1,22 +1,21 @@
 """Every recipe on a pretended GPU (pretended_gpu.py): the results of a CPU, and no waits."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
-from forked import compute, refused
+from forked import ForkedJob, compute, refused
 from launch import Job, checkpoint, evaluations, largest_difference, need_horovod, run
-from recipes import DATASETS, RECIPES, ROOT, STEP, changed_copy, name_of, small
+from recipes import RECIPES, ROOT, STEP, changed_copy, name_of, small
 
 START = {"single.py": "python", "dp.py": "python", "hvd.py": "horovodrun --gloo -np 2 python"}
 TWO = "torchrun --nproc-per-node=2"
-# 24 steps on 2 processes with 16 images each, or on 1 with 32.
+# 12 steps on 2 processes with 16 images each, or on 1 with 32.
 # LeNet has neither BatchNorm nor dropout.
-TRAINING = "--synthetic 384 --epochs 2 --model lenet --warmup-epochs 0 --log-interval 5"
+TRAINING = "--synthetic 192 --epochs 2 --model lenet --warmup-epochs 0 --log-interval 5"
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +38,30 @@ def losses(log):
     return [line["train/loss"] for line in evaluations(log)]
 
 
-def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
-    """What a recipe prints on pretended GPUs, and its steps, each (launches, [lines that wait])."""
+def command_of(recipe, flags):
+    """The command that starts a recipe, on two processes if its strategy has processes."""
     if recipe.name == "hvd.py":
         need_horovod("gloo")
-    start = START.get(recipe.name, TWO)
     if recipe.name == "ddp_spawn.py":
-        start, flags = "python", f"-g 2 {flags}"
+        return f"python {recipe} -g 2 {flags}"
+    return f"{START.get(recipe.name, TWO)} {recipe} {flags}"
+
+
+def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
+    """What a recipe prints on pretended GPUs, and its steps, each (launches, [lines that wait])."""
     steps = cwd / "steps"
     steps.unlink(missing_ok=True)
-    printed = compute(
-        f"{start} {recipe} {flags}",
-        cwd,
-        status,
-        PRETENDED_GPUS=str(gpus),
-        PRETENDED_STEPS=str(steps),
-        **environment,
-    )
-    return printed, [
-        json.loads(line) for line in steps.read_text().splitlines()
-    ] if steps.exists() else []
+    environment |= {"PRETENDED_GPUS": str(gpus), "PRETENDED_STEPS": str(steps)}
+    printed = compute(command_of(recipe, flags), cwd, status, **environment)
+    lines = steps.read_text().splitlines() if steps.exists() else []
+    return printed, [json.loads(line) for line in lines]
+
+
+def kill_after(steps, recipe, flags, cwd, **environment):
+    """Let each rank kill itself after so many steps."""
+    environment |= {"PRETENDED_GPUS": "2", "KILLED_AFTER": str(steps)}
+    job = ForkedJob(command_of(recipe, flags), cwd, agent=False, **environment)
+    assert job.finish() != 0
 
 
 # fully_shard needs a real GPU: it moves weights between tensors by their storage, which a pretended
@@ -78,28 +81,27 @@ def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
     if recipe.name == "apex_amp.py":
         environment["PYTHONPATH"] = request.getfixturevalue("apex")
         flags += " --opt-level O0"
-    killed = 1 if recipe.name == "ddp_spawn.py" else 9
-    pretended(recipe, flags, tmp_path, status=killed, KILLED_AFTER="6", **environment)
+    kill_after(6, recipe, flags, tmp_path, **environment)
     printed, steps = pretended(recipe, flags, tmp_path, **environment)
     assert "resumed from" in printed
     assert "cuda (pretended GPU)" in printed
-    assert len(steps) == 24 - 4
+    assert ("2 GPU(s) with 16 images each" in printed) == (recipe.name == "dp.py")
+    assert len(steps) == 12 - 4
     ours, expected = tmp_path / "log", on_the_cpu(recipe.parent.name)
-    # bf16 has 8 bits
+    # bf16 has 8 bits.
     assert losses(ours) == pytest.approx(losses(expected), rel=0.01)
     if recipe.name != "ddp_amp.py":
         difference = largest_difference(checkpoint(ours)["model"], checkpoint(expected)["model"])
-        # on the CPU, too, two processes differ from one by 1.5e-4, as they add up in another order
+        # On the CPU, too, two processes differ from one by 1.5e-4, as they add up in another order.
         assert difference < 1e-3
 
 
-# 36 steps in which the rate changes. A kill after 17 of them comes within the second epoch, five
+# 32 steps in which the rate changes. A kill after 17 of them comes within the second epoch, five
 # steps after the capture; the resumed run captures again.
-CUDA_GRAPH = "--synthetic 384 --epochs 3 --warmup-epochs 0.5 --checkpoint-every 4 --log-dir log"
+CUDA_GRAPH = "--synthetic 384 --max-steps 32 --warmup-epochs 0.5 --checkpoint-every 4 --log-dir log"
 WITH_CUDA_GRAPH = {
     "mnist/single.py": "-b 32",
-    "mnist/ddp_spawn.py": "-b 16",
-    "mnist/ddp_amp.py": "-b 16 --amp-dtype fp16",
+    "mnist/ddp_amp.py": "-b 16 --model lenet --amp-dtype fp16",
     # With dropout, AdamW and clipping.
     "examples/language_model.py": "-b 16 --synthetic 1500 --context 32 --layers 1 --width 32",
 }
@@ -108,20 +110,17 @@ WITH_CUDA_GRAPH = {
 @pytest.mark.parametrize("name", WITH_CUDA_GRAPH)
 def test_cuda_graph(name, tmp_path):
     """Killed and resumed, it gives the weights and the losses of a run without it, bit by bit."""
-    results = []
-    for cuda_graph in (False, True):
-        folder = tmp_path / str(cuda_graph)
-        folder.mkdir()
-        command = f"{CUDA_GRAPH} {WITH_CUDA_GRAPH[name]}"
-        if cuda_graph:
-            killed = 1 if name.endswith("ddp_spawn.py") else 9
-            command += " --cuda-graph --resume auto"
-            pretended(ROOT / name, command, folder, status=killed, KILLED_AFTER="17")
-        _, steps = pretended(ROOT / name, command, folder)
-        results.append((checkpoint(folder / "log")["model"], losses(folder / "log"), steps))
-    (weights, losses_of_it, _), (of_graph, losses_of_graph, steps) = results
-    assert largest_difference(weights, of_graph) == 0
-    assert losses_of_graph == losses_of_it
+    flags = f"{CUDA_GRAPH} {WITH_CUDA_GRAPH[name]}"
+    with_graph = f"{flags} --cuda-graph --resume auto"
+    plain, graph = tmp_path / "plain", tmp_path / "graph"
+    plain.mkdir()
+    graph.mkdir()
+    pretended(ROOT / name, flags, plain)
+    kill_after(17, ROOT / name, with_graph, graph)
+    _, steps = pretended(ROOT / name, with_graph, graph)
+    weights, expected = (checkpoint(folder / "log")["model"] for folder in (graph, plain))
+    assert largest_difference(weights, expected) == 0
+    assert losses(graph / "log") == losses(plain / "log")
     # The 11 steps before the capture are as they are without it. After it there are few launches:
     # the graph, the copy of the batch, and the rate.
     assert min(launches for launches, _ in steps[:11]) > 30
@@ -164,13 +163,12 @@ def test_flags_that_do_not_go_with_a_cuda_graph(command, says, tmp_path):
     assert says in refused(f"{command.format(ROOT)} --synthetic 64 --cuda-graph", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["ddp_launch.py", "hvd.py"])
-def test_each_process_sees_one_gpu(name, on_the_cpu, tmp_path):
+def test_each_process_sees_one_gpu(tmp_path):
     """As SLURM's --gpu-bind=single gives it: each uses its device 0."""
-    flags = f"{TRAINING} -b 16 --lr 0.02 --log-dir log"
-    pretended(ROOT / "mnist" / name, flags, tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="3")
-    ours, expected = checkpoint(tmp_path / "log"), checkpoint(on_the_cpu("mnist"))
-    assert largest_difference(ours["model"], expected["model"]) < 1e-3
+    flags = "--synthetic 320 --model lenet --dry-run"
+    recipe = ROOT / "mnist" / "ddp_launch.py"
+    printed, _ = pretended(recipe, flags, tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="3")
+    assert "world size 2 | cuda (pretended GPU)" in printed
 
 
 COPIED = """
@@ -198,72 +196,54 @@ def test_batches_that_are_copied_ahead(tmp_path):
 
 
 # Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.14.
-# Those of Horovod itself are not counted.
+# Those of Horovod itself are not counted. (ddp_amp.py's default model has BatchNorm, and its images
+# are cropped.)
 LAUNCHES = {
     "mnist/single.py": 40,
     "mnist/ddp_launch.py": 51,
-    "cifar10/single.py": 175,
-    "cifar10/dp.py": 830,
-    "cifar10/ddp_launch.py": 240,
+    "mnist/hvd.py": 40,
     "cifar10/ddp_amp.py": 287,
-    "cifar10/apex_amp.py": 416,
-    "cifar10/hvd.py": 175,
 }
 
 
-def costs(recipe, cwd, **environment):
-    """(launches per step, [lines that wait]) of one epoch of 6 steps.
-
-    The two lines that wait at each log interval, for the sums and for the stop flag, are left out.
-    """
-    copy = changed_copy(cwd, f"{recipe.parent.name}/{recipe.name}", STEP, STEP)
-    run_of_copy = cwd / "common" / "run.py"
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_costs_of_a_step(name, tmp_path):
+    """No step of the default model waits between two log intervals; it starts few kernels."""
+    copy = changed_copy(tmp_path, name, STEP, STEP)
+    run_of_copy = tmp_path / "common" / "run.py"
     # A pretended GPU is slow.
     text = run_of_copy.read_text().replace("CHECK_AFTER = 5\n", "CHECK_AFTER = float('inf')\n")
     run_of_copy.write_text(text)
-    one = recipe.name == "single.py"
-    flags = f"--log-interval 3 --epochs 1 --lr 0.001 --synthetic {12 if one else 24} -b 2"
-    flags += " -b 4" * (recipe.name == "dp.py")
-    _, steps = pretended(copy / recipe.name, flags, cwd, gpus=1 if one else 2, **environment)
+    # An epoch of 6 steps.
+    gpus = 1 if name.endswith("single.py") else 2
+    flags = f"--log-interval 3 --epochs 1 --lr 0.001 --synthetic {12 * gpus} -b 2"
+    _, steps = pretended(copy / Path(name).name, flags, tmp_path, gpus)
+    # At each log interval two lines wait, for the sums and for the stop flag.
     at_intervals = ("metrics.py", "signals.py")
     for file in at_intervals:
         there = [line for _, lines in steps for line in lines if line.startswith(file)]
         assert len(there) <= len(steps) // 3
     waits = [line for _, lines in steps[2:] for line in lines if not line.startswith(at_intervals)]
-    return Counter(launches for launches, _ in steps).most_common(1)[0][0], waits
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_costs_of_a_step(name, tmp_path, request):
-    """No step of the default model waits between two log intervals; it starts few kernels."""
-    recipe = ROOT / name
-    environment = (
-        {"PYTHONPATH": request.getfixturevalue("apex")} if recipe.name == "apex_amp.py" else {}
-    )
-    launches, waits = costs(recipe, tmp_path, **environment)
-    if recipe.name == "apex_amp.py":  # it asks in each step whether fp16 overflowed
-        waits = [line for line in waits if not line.startswith("apex_amp.py")]
     assert not waits
+    [(launches, _)] = Counter(launches for launches, _ in steps).most_common(1)
     assert launches <= 1.05 * LAUNCHES[name]
 
 
 @pytest.mark.parametrize(
-    ("dataset", "level"),
-    [("mnist", "O1"), ("mnist", "O2"), ("mnist", "O3"), ("cifar10", "O1"), ("imagenet", "O2")],
+    ("dataset", "level"), [("cifar10", "O1"), ("imagenet", "O2"), ("mnist", "O3")]
 )
 def test_apex(dataset, level, apex, on_the_cpu, tmp_path):
     """Killed and resumed within an epoch, on two ranks."""
     recipe = ROOT / dataset / "apex_amp.py"
     flags = f"{TRAINING} {small(dataset)} -b 16 --lr 0.02 --opt-level {level} --log-dir log"
-    killed = f"{flags} --checkpoint-every 4"
-    pretended(recipe, killed, tmp_path, status=9, KILLED_AFTER="10", PYTHONPATH=apex)
+    kill_after(5, recipe, f"{flags} --checkpoint-every 4", tmp_path, PYTHONPATH=apex)
     printed, _ = pretended(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
     assert f"Apex {level}" in printed
-    # the scale of O3, which is 1, would spoil another level's
+    # The scale of O3, which is 1, would spoil another level's.
     assert ("amp" in checkpoint(tmp_path / "log")) == (level != "O3")
     first, last = losses(tmp_path / "log")
     if dataset == "imagenet":
-        # with 1000 classes the first steps overflow, and are skipped
+        # With 1000 classes the first steps overflow, and are skipped.
         assert last < first
     else:
         assert [first, last] == pytest.approx(losses(on_the_cpu(dataset)), rel=0.01)
@@ -286,10 +266,8 @@ def test_apex_accumulates(apex, tmp_path):
     O2's fp32 weights are there before them.
     """
     states = []
-    for epochs in (
-        8,
-        9,
-    ):  # an epoch is a step; the first few overflow, until the scale is low enough
+    # An epoch is a step. The first few overflow, until the scale is low enough.
+    for epochs in (8, 9):
         pretended(
             ROOT / "imagenet" / "apex_amp.py",
             f"--synthetic 18 --epochs {epochs} --arch resnet18 --image-size "
@@ -304,15 +282,6 @@ def test_apex_accumulates(apex, tmp_path):
         for key in before
         if torch.equal(before[key]["momentum_buffer"], after[key]["momentum_buffer"])
     ]
-
-
-@pytest.mark.parametrize("dataset", DATASETS, ids=lambda folder: folder.name)
-def test_fp16(dataset, tmp_path):
-    flags = f"{TRAINING} {small(dataset.name)} -b 16 --lr 0.02 --amp-dtype fp16 --log-dir log"
-    pretended(dataset / "ddp_amp.py", flags, tmp_path)
-    assert checkpoint(tmp_path / "log")["scaler"]["scale"] > 1
-    first, last = losses(tmp_path / "log")
-    assert last < first
 
 
 @pytest.mark.parametrize("name", ["ddp_amp.py", "hvd.py"])
@@ -330,29 +299,34 @@ def test_fp16_skips_the_first_step(name, tmp_path):
 
 
 SYNC_BN = (
-    "--synthetic 384 --epochs 1 --model convnet --warmup-epochs 0 --image-size 32 --log-dir log"
+    "--synthetic 192 --epochs 1 --model convnet --warmup-epochs 0 --image-size 32 --accumulate 2 "
+    "--log-dir log"
 )
 
 
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    """The weights after the same training on one process and on the CPU."""
+    folder = tmp_path_factory.mktemp("one")
+    command = f"python {ROOT}/imagenet/single.py {SYNC_BN} -b 16 --lr 0.04 --device cpu"
+    compute(command, folder)
+    return checkpoint(folder / "log")["model"]
+
+
 @pytest.mark.parametrize("recipe", ["ddp_launch.py", "apex_amp.py", "hvd.py"])
-def test_sync_bn(recipe, tmp_path, request):
+def test_sync_bn(recipe, of_one_process, tmp_path, request):
     """Two processes, with the flags together: BatchNorm over both gives the weights of one."""
     environment = {}
-    flags = "--sync-bn --accumulate 2 --profile -b 8 --lr 0.02"
+    flags = f"{SYNC_BN} --sync-bn --profile -b 8 --lr 0.02"
     if recipe == "apex_amp.py":
         environment["PYTHONPATH"] = request.getfixturevalue("apex")
         flags += " --opt-level O0"
     else:
         flags += " --channels-last"
-    command = f"{SYNC_BN} {flags}"
-    printed, _ = pretended(ROOT / "imagenet" / recipe, command, tmp_path, **environment)
+    printed, _ = pretended(ROOT / "imagenet" / recipe, flags, tmp_path, **environment)
     assert "trace-0.json.gz" in printed
     of_two = checkpoint(tmp_path / "log")["model"]
-    shutil.rmtree(tmp_path / "log")
-    single = f"python {ROOT}/imagenet/single.py"
-    compute(f"{single} {SYNC_BN} --accumulate 2 -b 16 --lr 0.04 --device cpu", tmp_path)
-    of_one = checkpoint(tmp_path / "log")["model"]
-    assert largest_difference(of_two, of_one) < 1e-3
+    assert largest_difference(of_two, of_one_process) < 1e-3
 
 
 def test_horovod_without_nccl(tmp_path):
@@ -363,50 +337,32 @@ def test_horovod_without_nccl(tmp_path):
     assert "Horovod was built without NCCL: run scripts/install_horovod.sh" in printed
 
 
-@pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cuda:1", 1)])
-def test_data_parallel_on_one_device(device, gpus, tmp_path):
-    """It takes all GPUs, or the one that is named."""
-    flags = f"--synthetic 320 --model lenet --dry-run --device {device}"
+def test_data_parallel_on_one_device(tmp_path):
+    """It takes the one that is named; in test_killed_and_resumed, all."""
+    flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
     printed, _ = pretended(ROOT / "mnist" / "dp.py", flags, tmp_path)
-    assert f"DataParallel, {gpus} GPU(s) with {64 // gpus} images each |" in printed
+    assert "DataParallel, 1 GPU(s) with 64 images each |" in printed
 
 
-@pytest.mark.parametrize(("device", "gpu"), [("cuda:1", 1), ("cuda", 0)])
-def test_seeds_are_for_the_device_of_the_run(device, gpu, tmp_path):
+def test_seeds_are_for_the_device_of_the_run(tmp_path):
     """torch.cuda.manual_seed() seeds the current device, which is 0 unless one says otherwise."""
     step = "        print('current', torch.cuda.current_device())\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, step + STEP)
-    flags = f"--synthetic 320 --model lenet --dry-run --device {device}"
+    flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
     printed, _ = pretended(copy / "single.py", flags, tmp_path)
-    assert f"current {gpu}\n" in printed
-
-
-def test_a_device_that_is_not_there(tmp_path):
-    line = refused(
-        f"PRETENDED_GPUS=1 python {ROOT}/mnist/single.py --synthetic --device xpu", tmp_path
-    )
-    assert "0 xpu devices" in line
+    assert "current 1\n" in printed
 
 
 def test_too_few_gpus(tmp_path):
-    printed, _ = pretended(
-        ROOT / "mnist" / "ddp_spawn.py", "--synthetic", tmp_path, gpus=1, status=2
-    )
+    recipe = ROOT / "mnist" / "ddp_spawn.py"
+    printed, _ = pretended(recipe, "--synthetic", tmp_path, gpus=1, status=2)
     assert "torch sees 1 cuda devices, and 2 are needed" in printed
 
 
-@pytest.mark.parametrize(("gpus", "status"), [(1, 0), (2, 2)])
-def test_data_parallel_does_not_compile(gpus, status, tmp_path):
+def test_data_parallel_does_not_compile(tmp_path):
     """DataParallel's copy of a compiled model would compute with the weights of the first GPU."""
-    printed, _ = pretended(
-        ROOT / "mnist" / "dp.py",
-        "--synthetic 320 --dry-run --compile",
-        tmp_path,
-        gpus,
-        status,
-        TORCHDYNAMO_DISABLE="1",
-    )
-    assert ("--compile does not work on several GPUs" in printed) == bool(status)
+    printed, _ = pretended(ROOT / "mnist" / "dp.py", "--synthetic --compile", tmp_path, status=2)
+    assert "--compile does not work on several GPUs" in printed
 
 
 @pytest.mark.gpu
