@@ -2,18 +2,25 @@
 
 import ast
 import re
-import shutil
 import signal
 import struct
 
-import numpy as np
 import pytest
 import torch
 from forked import ForkedJob, compute
-from launch import Job, checkpoint, free_port, largest_difference, need_horovod, strategies
+from launch import (
+    Job,
+    checkpoint,
+    free_port,
+    largest_difference,
+    need_horovod,
+    strategies,
+    wait_until,
+)
 from recipes import MINIMAL, ROOT, commands, imports
 
 from docs.changes import MARK, changes, comment_above, is_comment
+from minimal import single
 
 FILES = sorted(MINIMAL.glob("*.py"))
 SINGLE = MINIMAL / "single.py"
@@ -31,28 +38,42 @@ def name_of(path):
     return path.name
 
 
-def write_mnist(folder, train, test):
-    """MNIST's files, with so many images: a bright square, whose place is the label, in noise."""
-    noise = np.random.default_rng(0)
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name, count in (("train", train), ("t10k", test)):
-        labels = noise.integers(10, size=count, dtype=np.uint8)
-        images = noise.integers(128, size=(count, 28, 28), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(int(label), 4)
-            image[9 * row : 9 * row + 7, 7 * column : 7 * column + 6] = 255
-        head = struct.pack(">4i", 2051, count, 28, 28)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-        head = struct.pack(">2i", 2049, count)
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
-    return folder
+# The files of MNIST, with the lengths of their heads and of an item.
+PARTS = {"images-idx3-ubyte": (16, 28 * 28), "labels-idx1-ubyte": (8, 1)}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Few images. 3 processes do not divide those to test on."""
-    return write_mnist(tmp_path_factory.mktemp("data"), train=320, test=301)
+def mnist(real_data, tmp_path_factory):
+    """A function that gives a folder with the first images of MNIST.
+
+    It has so many to train on, and 301 to test on, which two processes do not divide.
+    """
+    whole = real_data("mnist") / "MNIST" / "raw"
+
+    def first(train):
+        folder = tmp_path_factory.mktemp("mnist")
+        raw = folder / "MNIST" / "raw"
+        raw.mkdir(parents=True)
+        for name, count in (("train", train), ("t10k", 301)):
+            for part, (head, size) in PARTS.items():
+                content = (whole / f"{name}-{part}").read_bytes()
+                length = struct.pack(">i", count)
+                items = content[8 : head + count * size]
+                (raw / f"{name}-{part}").write_bytes(content[:4] + length + items)
+        return folder
+
+    return first
+
+
+@pytest.fixture(scope="module")
+def few(mnist):
+    return mnist(320)
+
+
+@pytest.fixture(scope="module")
+def more(mnist):
+    """Enough to learn from in three epochs."""
+    return mnist(640)
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +125,13 @@ def test_no_import_of_ours(path):
 @pytest.mark.check
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_anatomy(path):
-    """The same functions in the same order, few lines, and where to find what is left out."""
-    text = path.read_text()
-    tree = ast.parse(text)
+    """The same functions in the same order, and a recipe that has what is left out."""
+    tree = ast.parse(path.read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert [name for name in names if name not in MORE_FUNCTIONS] == FUNCTIONS
     assert isinstance(tree.body[-1], ast.If), "the launch line comes last"
-    assert len(text.splitlines()) <= 130
-    recipe = f"mnist/{path.name}"
-    assert f"{recipe} has what this leaves out: " in ast.get_docstring(tree)
-    assert (ROOT / recipe).exists()
+    assert f"mnist/{path.name}" in ast.get_docstring(tree)
+    assert (ROOT / "mnist" / path.name).exists()
     assert commands(path)
     assert all(f"minimal/{path.name}" in command for command in commands(path))
 
@@ -135,11 +153,12 @@ def test_added_lines_give_their_reason(path):
 
 
 def starts():
-    """Commands of the docstrings that make one run, for each file but Apex's."""
+    """The commands of the docstrings that make one run, for each file but Apex's."""
     for path in FILES:
         if path.name == "apex_amp.py":
             continue
-        lines = commands(path)
+        # The other command of hvd.py differs in the library below.
+        lines = [line for line in commands(path) if not line.startswith("horovodrun -np")]
         together = [line for line in lines if "-n 2" in line]
         groups = [[line] for line in lines if line not in together]
         for group in [*groups, together] if together else groups:
@@ -151,42 +170,51 @@ def starts():
 
 
 @pytest.mark.parametrize("group", list(starts()))
-def test_docstring_command(group, data, tmp_path):
-    """It prints a line for each epoch, once, and nothing else; it saves, and leaves no process.
+def test_docstring_command(group, more, tmp_path):
+    """It prints a line for each epoch, once, and nothing else; it learns, and saves its model.
 
-    Each launcher starts one file, and the others are forked.
+    Its accuracy is that of the saved model, whose BatchNorm has the statistics of rank 0: the
+    others evaluate with them, too.
     """
     if "horovodrun" in group[0]:
-        need_horovod("horovodrun" if "--gloo" in group[0] else "mpi")
-    shutil.copytree(MINIMAL, tmp_path / "minimal")
+        need_horovod("gloo")
     port = str(free_port())
     started = []
     for line in group:
-        line = line.replace("29500", port)
-        line = line.replace("torchrun ", f"torchrun --master-port={port} ")
-        command = f"{line} --data-dir {data} --batch-size 32"
-        is_forked = re.search(r"^torchrun .*(ddp_amp|fsdp)\.py|^horovodrun --gloo ", line)
-        start = ForkedJob if is_forked else Job
-        started.append(start(command, tmp_path, MASTER_PORT=port))
+        line = line.replace("29500", port).replace("minimal/", f"{MINIMAL}/")
+        command = f"{line} --data-dir {more} --batch-size 16"
+        started.append(ForkedJob(command, tmp_path, agent=False, MASTER_PORT=port))
     status = [job.finish() for job in started]
     output = "".join(job.output() for job in started)
     # Gloo of torch 2.8 says that it has connected, sometimes two ranks in the same line.
     output = re.sub(r"^(.* peer ranks.*)?\n", "", output, flags=re.MULTILINE)
     assert status == [0] * len(group), output
-    pattern = "".join(rf"epoch {epoch}: accuracy \d+\.\d\d%\n" for epoch in (1, 2, 3))
-    assert re.fullmatch(pattern, output), output
-    assert "0.weight" in torch.load(tmp_path / "mnist.pt")
+    pattern = "".join(rf"epoch {epoch}: accuracy (\d+\.\d\d)%\n" for epoch in (1, 2, 3))
+    printed = re.fullmatch(pattern, output)
+    assert printed, output
+    accuracy = float(printed[3])
+    assert accuracy > 80
+    amp = "ddp_amp" in group[0]
+    # bf16 has 8 bits, and rounds otherwise in a batch of another size.
+    slack = 0.5 if amp else 0.005
+    assert accuracy == pytest.approx(saved_accuracy(tmp_path / "mnist.pt", more, amp), abs=slack)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_launch", "ddp_spawn", "hvd_gloo"])
-def test_ctrl_c_leaves_no_process(strategy, data, tmp_path):
-    if strategy == "hvd_gloo":
-        need_horovod("gloo")
-    port = str(free_port())
-    command = f"exec {command_of(strategy, 2)} --data-dir {data} --epochs 1000"
-    environment = {"MASTER_PORT": port, "PYTHONUNBUFFERED": "1"}
-    job = Job(command, tmp_path, **environment)
-    job.wait_for("epoch 1:")
+def saved_accuracy(path, data, amp):
+    """That of a saved model, in percent."""
+    model = single.convnet()
+    model.load_state_dict(torch.load(path))
+    test_set = single.load(data, train=False)
+    loader = torch.utils.data.DataLoader(test_set, batch_size=1000)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        return 100 * single.evaluate(model, loader, "cpu")
+
+
+@pytest.mark.parametrize(("strategy", "start"), [("ddp_launch", ForkedJob), ("ddp_spawn", Job)])
+def test_ctrl_c_leaves_no_process(strategy, start, few, tmp_path):
+    command = f"exec {command_of(strategy, 2)} --data-dir {few} --epochs 1000"
+    job = start(command, tmp_path, MASTER_PORT=str(free_port()))
+    wait_until((tmp_path / "mnist.pt").exists, job)
     job.signal(signal.SIGINT)
     # It fails if a process is left.
     assert job.finish() != 0
@@ -208,95 +236,59 @@ def test_the_diffs_in_the_page_are_those_of_the_files():
 
 
 @pytest.fixture(scope="module")
-def one_process(in_float64, data, tmp_path_factory):
+def one_process(in_float64, few, tmp_path_factory):
     """What single.py computes in float64."""
-    command = f"{command_of('single', 1, in_float64)} {ONE} --epochs 2"
-    return train(command, data, tmp_path_factory.mktemp("one"))
+    command = f"{command_of('single', 1, in_float64)} {ONE} --epochs 2 --device cpu"
+    return train(command, few, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo"])
-def test_two_processes_compute_what_one_does(strategy, in_float64, one_process, data, tmp_path):
-    """Over two epochs, so that set_epoch counts."""
-    batch = ONE if strategy == "dp" else TWO
-    command = f"{command_of(strategy, 2, in_float64)} {batch} --epochs 2 --device cpu"
-    weights, accuracies = train(command, data, tmp_path)
+@pytest.mark.parametrize(
+    ("strategy", "device"),
+    [
+        *(
+            (strategy, "cuda")
+            for strategy in ("single", "dp", "ddp_launch", "ddp_spawn", "hvd_gloo")
+        ),
+        # fully_shard needs a real GPU.
+        *((strategy, "cpu") for strategy in ("dp", "ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo")),
+    ],
+)
+def test_two_processes_compute_what_one_does(
+    strategy, device, in_float64, one_process, few, tmp_path
+):
+    """Over two epochs, so that set_epoch counts, and on pretended GPUs.
+
+    Each of the 301 test images counts once.
+    """
+    batch = ONE if strategy in ("single", "dp") else TWO
+    command = f"{command_of(strategy, 2, in_float64)} {batch} --epochs 2 --device {device}"
+    environment = {"PRETENDED_GPUS": "2"} if device == "cuda" else {}
+    weights, accuracies = train(command, few, tmp_path, **environment)
     assert largest_difference(weights, one_process[0]) < 1e-9
     assert accuracies == one_process[1]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo"])
-def test_each_test_image_counts_once(strategy, in_float64, data, tmp_path):
-    """301 images on 3 processes, with a rate too small to change a weight: as on one process."""
-    flags = "--epochs 1 --lr 1e-30 --device cpu"
-    _, expected = train(f"{command_of('single', 1, in_float64)} {flags}", data, tmp_path / "one")
-    _, accuracies = train(
-        f"{command_of(strategy, 3, in_float64)} {flags}", data, tmp_path / "three"
-    )
-    assert accuracies == expected
-
-
-@pytest.mark.parametrize("strategy", ["ddp_launch", "ddp_spawn", "ddp_amp", "fsdp", "hvd_gloo"])
-def test_the_accuracy_is_that_of_the_saved_model(strategy, data, tmp_path):
-    """Whose BatchNorm has the statistics of rank 0: the others evaluate with them, too."""
-    flags = f"{TWO} --epochs 1 --device cpu"
-    _, (accuracy,) = train(f"{command_of(strategy, 2)} {flags}", data, tmp_path)
-    code = (
-        f"import sys; sys.path.insert(0, '{MINIMAL}'); import single, torch; "
-        "model = single.convnet(); model.load_state_dict(torch.load('mnist.pt')); "
-        f"test_set = single.load('{data}', train=False); "
-        "loader = torch.utils.data.DataLoader(test_set, batch_size=1000)\n"
-        "with torch.autocast('cpu', torch.bfloat16, enabled='amp' in sys.argv): "
-        "print(single.evaluate(model, loader, 'cpu'))"
-    )
-    (tmp_path / "evaluate.py").write_text(code)
-    # bf16 has 8 bits, and rounds otherwise in a batch of another size.
-    slack = 0.5 if strategy == "ddp_amp" else 0.005
-    precision = "amp" if strategy == "ddp_amp" else "fp32"
-    alone = 100 * float(compute(f"python evaluate.py {precision}", tmp_path))
-    assert accuracy == pytest.approx(alone, abs=slack)
-
-
-def test_a_recipe_goes_on_from_the_weights(data, tmp_path):
-    """At a rate too small to change them."""
-    train(f"{command_of('single', 1)} {ONE} --epochs 1", data, tmp_path)
-    flags = "--init-from mnist.pt --epochs 1 --lr 1e-30 --device cpu --log-dir log"
-    compute(f"python {ROOT}/mnist/single.py --data-dir {data} {flags}", tmp_path)
-    saved = torch.load(tmp_path / "mnist.pt")
-    assert torch.equal(checkpoint(tmp_path / "log")["model"]["0.weight"], saved["0.weight"])
-
-
-@pytest.mark.parametrize("strategy", ["single", "dp", "ddp_launch", "ddp_spawn", "hvd_gloo"])
-def test_on_a_pretended_gpu(strategy, data, tmp_path):
-    """The weights of the CPU; fully_shard needs a real GPU."""
-    batch = ONE if strategy in ("single", "dp") else TWO
-    command = f"{command_of(strategy, 2)} {batch} --epochs 1"
-    of_gpu, _ = train(command, data, tmp_path / "gpu", PRETENDED_GPUS="2")
-    of_cpu, _ = train(f"{command} --device cpu", data, tmp_path / "cpu")
-    # DataParallel has BatchNorm's statistics of the first GPU's half.
-    names = of_gpu.keys() if strategy != "dp" else []
-    parts = [{name: weights[name] for name in names} for weights in (of_gpu, of_cpu)]
-    assert not names or largest_difference(*parts) < 1e-3
-
-
-def test_amp_on_a_pretended_gpu(data, tmp_path):
+def test_amp_on_a_pretended_gpu(more, tmp_path):
     command = f"{command_of('ddp_amp', 2)} {TWO}"
-    _, accuracies = train(command, data, tmp_path, PRETENDED_GPUS="2")
-    assert accuracies[-1] > 90
+    _, accuracies = train(command, more, tmp_path, PRETENDED_GPUS="2")
+    assert accuracies[-1] > 80
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_apex_on_a_pretended_gpu(processes, apex, data, tmp_path):
+def test_apex_on_a_pretended_gpu(processes, apex, more, tmp_path):
     """It learns what ddp_spawn.py learns in fp32, but for what fp16 rounds."""
     command = f"{command_of('apex_amp', processes)} {TWO}"
     environment = {"PRETENDED_GPUS": str(processes), "PYTHONPATH": apex}
-    weights, accuracies = train(command, data, tmp_path, **environment)
+    weights, accuracies = train(command, more, tmp_path, **environment)
     assert weights["0.weight"].dtype == torch.float32
     assert len(accuracies) == 3
-    assert accuracies[-1] > 90
+    assert accuracies[-1] > 80
 
 
-def test_real_mnist(real_data, tmp_path):
-    """With the defaults, but one epoch of three."""
-    command = f"{command_of('single', 1)} --device cpu --epochs 1"
-    _, (accuracy,) = train(command, real_data("mnist"), tmp_path)
-    assert accuracy > 97.5
+def test_a_recipe_goes_on_from_the_weights(few, tmp_path):
+    """At a rate too small to change them."""
+    saved = single.convnet().state_dict()
+    torch.save(saved, tmp_path / "mnist.pt")
+    flags = "--init-from mnist.pt --epochs 1 --lr 1e-30 --device cpu --log-dir log"
+    compute(f"python {ROOT}/mnist/single.py --data-dir {few} {flags}", tmp_path)
+    assert torch.equal(checkpoint(tmp_path / "log")["model"]["0.weight"], saved["0.weight"])
