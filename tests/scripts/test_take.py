@@ -22,11 +22,11 @@ def test_what_to_install_and_to_type(tmp_path):
     assert (tmp_path / "project" / "common" / "LICENSE").exists()
 
 
-@pytest.mark.parametrize("recipe", take.RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_command_is_that_of_the_copy(recipe, capsys):
-    take.say(recipe, Path("project/train.py"))
-    said = capsys.readouterr().out
-    assert len(re.findall(r"^(?:run|prove): .* project/train\.py", said, re.M)) == 2
+def test_the_command_is_that_of_the_copy(capsys):
+    for recipe in take.RECIPES:
+        take.say(recipe, Path("project/train.py"))
+        said = capsys.readouterr().out
+        assert len(re.findall(r"^(?:run|prove): .* project/train\.py", said, re.M)) == 2, recipe
 
 
 def test_files_that_are_there(tmp_path):
