@@ -128,9 +128,9 @@ WRONG = [
         ),
         Fault(
             "a state of each rank",
-            '        "position": position,\n',
-            '        "position": position,\n        "mine": Mine(rank),\n',
-            {"replicas": r"\*\*no\*\* from step 1: mine.value of rank 1 is not that"},
+            "    best = Best()\n",
+            "    best = Best()\n    best.update(rank)\n",
+            {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 is not that"},
         ),
     ],
     [
@@ -211,20 +211,6 @@ WRONG = [
         ),
     ],
 ]
-MINE = """
-class Mine:
-    def __init__(self, rank):
-        self.value = rank
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-def main():
-"""
 # Dropout, which must not hide what is wrong.
 MORE = """    model.module.append(torch.nn.Dropout(0.1))
     step.kept = []
@@ -237,9 +223,9 @@ MORE = """    model.module.append(torch.nn.Dropout(0.1))
     "faults", WRONG, ids=lambda faults: ", ".join(fault.name for fault in faults)
 )
 def test_a_wrong_script(faults, proved, tmp_path):
-    script = changed_copy(tmp_path, "mnist/ddp_launch.py", "\ndef main():\n", MINE)
-    script /= "ddp_launch.py"
-    text = script.read_text().replace("    return step\n", MORE)
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", "    return step\n", MORE)
+    script = copy / "ddp_launch.py"
+    text = script.read_text()
     for fault in faults:
         assert text.count(fault.line) == 1
         text = text.replace(fault.line, fault.replacement)
