@@ -85,7 +85,8 @@ sys.path.append({str(ROOT)!r})
 from common.process.parent import die_with_parent
 die_with_parent()
 print("rank runs", flush=True)
-time.sleep(10_000)
+time.sleep(60)
+open("outlived", "w")
 """
 
 
@@ -99,6 +100,7 @@ def test_ranks_end_with_horovodrun_and_mpirun(launcher, tmp_path):
     job.process.kill()
     # on busy cores Horovod's helpers wait 5 s twice before they end a rank
     assert job.finish() == -signal.SIGKILL
+    assert not (tmp_path / "outlived").exists()
 
 
 def ignores(number, to, recipe):
