@@ -9,7 +9,7 @@ import torch
 from forked import compute, refused
 from launch import assert_same, checkpoint, evaluations, largest_difference
 from PIL import Image
-from recipes import ROOT, changed_copy, in_float64
+from recipes import ROOT, changed_copy, in_float64, keep_checkpoints
 from trees import make_tree
 
 from common.errors import InputError
@@ -47,6 +47,7 @@ def command(processes, script):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_on_two_processes_and_after_a_resume(name, tmp_path):
     script = in_float64(tmp_path, "examples") / f"{name}.py"
+    keep_checkpoints(script)
     flags = f"{FLAGS} {SIZES[name]}"
     compute(f"{command(1, script)} {flags} --log-dir one", cwd=tmp_path)
     start = f"{command(2, script)} {flags} --checkpoint-every 3"
@@ -55,9 +56,9 @@ def test_the_same_on_two_processes_and_after_a_resume(name, tmp_path):
     one, two = (checkpoint(tmp_path / run) for run in ("one", "two"))
     assert largest_difference(two["model"], one["model"]) < TOLERANCE
 
-    # The checkpoint before the last is one within the second epoch.
-    assert checkpoint(tmp_path / "two", "previous.pt")["position"]["samples"] > 0
-    compute(f"{start} --resume two/previous.pt --log-dir resumed", cwd=tmp_path)
+    within = (two["position"]["steps"] - 1) // 3 * 3
+    assert checkpoint(tmp_path / "two", f"{within}.pt")["position"]["epoch"] == 1
+    compute(f"{start} --resume two/{within}.pt --log-dir resumed", cwd=tmp_path)
     resumed = checkpoint(tmp_path / "resumed")
     for part in two.keys() - {"config"}:
         assert_same(resumed[part], two[part])

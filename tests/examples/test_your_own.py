@@ -15,7 +15,7 @@ import torch
 from forked import compute
 from launch import assert_same, checkpoint, evaluations, largest_difference, need, need_horovod
 from PIL import Image
-from recipes import ROOT, in_float64
+from recipes import ROOT, in_float64, keep_checkpoints
 from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
@@ -80,16 +80,18 @@ def port(heading, to):
     return path
 
 
-def trained(script, flags, folder):
+def trained(script, flags, step, folder):
     """The checkpoints of a run on one process, of one on two, and of one that resumes the second.
 
-    It resumes from the last checkpoint but one.
+    It resumes after `step` steps.
     """
+    keep_checkpoints(script)
+    flags = f"{flags} --checkpoint-every {step}"
     compute(f"{torchrun(1)} {script} {flags} --log-dir one", cwd=folder)
     compute(f"{torchrun(2)} {script} {flags} --log-dir two", cwd=folder)
-    resume = "--resume two/previous.pt --log-dir resumed"
+    resume = f"--resume two/{step}.pt --log-dir resumed"
     output = compute(f"{torchrun(2)} {script} {flags} {resume}", cwd=folder)
-    assert "resumed from two/previous.pt" in output
+    assert f"resumed from two/{step}.pt" in output
     return [checkpoint(folder / name) for name in ("one", "two", "resumed")]
 
 
@@ -195,14 +197,14 @@ def test_port(heading, tmp_path):
     if heading == ROWS:
         need_package("datasets")
     script = port(heading, tmp_path)
-    flags = "--device cpu -G 16 --max-steps 15 --eval-every 6 --checkpoint-every 7"
+    flags = "--device cpu -G 16 --max-steps 15 --eval-every 6"
     if heading == "## A stream":
         shards(tmp_path)
         flags += " --model lenet --synthetic 80 --epoch-samples 170 --shards 0.tar 1.tar 2.tar"
     if heading == ROWS:
         rows(tmp_path / "rows")
         flags += " --model lenet --data-dir rows"
-    one, two, resumed = trained(script, flags, tmp_path)
+    one, two, resumed = trained(script, flags, 13, tmp_path)
     epochs = {"## Sequences": 0, "## A stream": 1, ROWS: 3}
     assert one["position"]["epoch"] == epochs[heading]
     assert largest_difference(two["model"], one["model"]) < TOLERANCE
@@ -258,8 +260,7 @@ def test_what_a_task_may_need(tmp_path):
     (folder / "mine.py").write_text("\n\n".join(blocks(heading, "python")[:3]))
     # 101 rows for validation, so the shares of two ranks are unequal.
     flags = "--device cpu --synthetic 505 -G 16 --max-steps 9 --warmup-epochs 0.1"
-    flags += " --checkpoint-every 4"
-    one, two, resumed = trained(script, flags, tmp_path)
+    one, two, resumed = trained(script, flags, 6, tmp_path)
     for part in ("model", "ema"):
         assert largest_difference(two[part], one[part]) < TOLERANCE
     of_one, of_two = (evaluations(tmp_path / name)[-1]["val/median"] for name in ("one", "two"))
@@ -471,11 +472,12 @@ def test_webdataset_in_a_recipe(tmp_path):
     need_package("webdataset")
     script = port(WEBDATASET, tmp_path)
     assert len(webdataset_files(tmp_path, in_each=14)) == 5
-    flags = "--device cpu -G 16 --epochs 3 --model lenet --synthetic 80"
+    keep_checkpoints(script)
+    flags = "--device cpu -G 16 --epochs 3 --model lenet --synthetic 80 --checkpoint-every 8"
     flags += " --epoch-samples 64 --shards 0.tar 1.tar 2.tar 3.tar 4.tar"
     start = f"{torchrun(2)} {script} {flags}"
     compute(f"{start} --log-dir whole", cwd=tmp_path)
-    compute(f"{start} --resume whole/previous.pt --log-dir resumed", cwd=tmp_path)
+    compute(f"{start} --resume whole/8.pt --log-dir resumed", cwd=tmp_path)
     whole, resumed = (checkpoint(tmp_path / name) for name in ("whole", "resumed"))
     assert whole["position"]["steps"] == 12
     for part in ("position", "model", "optimizer"):

@@ -95,3 +95,19 @@ def in_float64(to, dataset, recipe=None, line=None, replacement=None):
         first = "\nimport torch\n"
         path.write_text(text.replace(first, f"{first}torch.set_default_dtype(torch.float64)\n", 1))
     return to / dataset
+
+
+def keep_checkpoints(script):
+    """Let a copied script keep each checkpoint of --checkpoint-every: 6.pt for that after step 6.
+
+    (previous.pt is from right before the last evaluation: from there no step is left.)
+    """
+    save = "                run.save()\n"
+    keep = (
+        "                if run.writes:\n"
+        "                    kept = run.folder / f'{position.steps}.pt'\n"
+        "                    kept.hardlink_to(run.folder / 'last.pt')\n"
+    )
+    text = script.read_text()
+    assert text.count(save) == 1
+    script.write_text(text.replace(save, save + keep))

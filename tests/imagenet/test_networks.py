@@ -7,25 +7,17 @@ from imagenet import networks
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "resnet18",
-        "googlenet",
-        "inception_v3",
-        "vit_b_16",
-        "mobilenet_v3_small",
-        "squeezenet1_0",
-        "densenet121",
-        "convnext_tiny",
-        "efficientnet_b0",
-        "swin_t",
-    ],
+    "name", ["resnet18", "googlenet", "inception_v3", "vit_b_16", "squeezenet1_0"]
 )
 def test_any_model_of_torchvision(name):
-    """Each family that is peculiar: auxiliary classifiers, or an image size that is part of it."""
+    """Each family that is peculiar: auxiliary classifiers, or an image size that is part of it.
+
+    Shapes are enough: tensors on the device "meta" have no numbers.
+    """
     size = 96 if name == "inception_v3" else 32
-    model = networks.build(name, size, classes=7)
-    logits = model.train()(torch.randn(2, 3, size, size))
+    with torch.device("meta"):
+        model = networks.build(name, size, classes=7)
+        logits = model.train()(torch.empty(2, 3, size, size))
     assert logits.shape == (2, 7)
     logits.sum().backward()
 
