@@ -138,10 +138,10 @@ def test_a_whole_checkpoint_is_that_of_ddp(tmp_path):
 
     (One process computes something else: the statistics of BatchNorm are those of a process.)
     """
-    in_float64(tmp_path, "cifar10")
-    flags = "--model resnet18 --synthetic 20 --epochs 1 --device cpu -b 4 --wd 5e-4"
+    in_float64(tmp_path, "imagenet")
+    flags = "--model resnet18 --image-size 64 --synthetic 20 --epochs 1 --device cpu -b 4 -j 0"
     for name in ("fsdp", "ddp_launch"):
-        compute(f"{strategies(2, 'cifar10')[name]} {flags} --log-dir {name}", cwd=tmp_path)
+        compute(f"{strategies(2, 'imagenet')[name]} {flags} --log-dir {name}", cwd=tmp_path)
     fsdp, ddp = (checkpoint(tmp_path / name) for name in ("fsdp", "ddp_launch"))
     assert fsdp.keys() == ddp.keys()
     assert fsdp["optimizer"]["param_groups"] == ddp["optimizer"]["param_groups"]
