@@ -251,7 +251,7 @@ def test_fsdp_under_srun(submit, cluster, tmp_path):
 
     flags = (
         "imagenet/fsdp.py --arch convnet --image-size 32 --synthetic 160 -b 8 --epochs 2 "
-        "--lr 0.001 --device cpu --log-interval 5"
+        "--lr 0.001 --device cpu --log-interval 5 -j 0"
     )
     job = submit(f"{script} {flags} --sharded-checkpoint", **environment, GLOO_SOCKET_IFNAME="eth0")
     wait_for_ranks(job, 1)
@@ -321,7 +321,7 @@ def test_a_node_goes_and_comes_back(submit, cluster, tmp_path):
     wait_from(tmp_path, 1)
     flags = "--synthetic 160 --model lenet --epochs 4 --device cpu --log-interval 5 -G 16"
     job = submit(
-        "--gpus-per-node=1 --cpus-per-task=2 --ntasks-per-node=2 slurm/ddp_elastic.sh "
+        "--gpus-per-node=1 --cpus-per-task=1 --ntasks-per-node=2 slurm/ddp_elastic.sh "
         f"mnist/ddp_launch.py {flags} --checkpoint-every 3",
         SLURM_CPU_BIND="quiet,mask_cpu:0x1",
     )
