@@ -1,35 +1,32 @@
 """A recipe that is copied into another project, with what it imports, runs there."""
 
 import pytest
-from forked import compute
-from launch import Job, need_horovod
-from recipes import RECIPES, ROOT, name_of, small
+from forked import ForkedJob, compute
+from launch import need_horovod
+from recipes import ROOT, small
 
 from scripts import take
 
 TORCHRUN = "torchrun --standalone --nproc-per-node=2 {}"
+# The recipes of the other data sets import the same (test_siblings.py), and what is beside them.
 STARTS = {
-    "single.py": "python {}",
-    "dp.py": "python {}",
-    "ddp_spawn.py": "python {} -g 2",
-    "hvd.py": "horovodrun --gloo -np 2 python {}",
-    "ddp_launch.py": TORCHRUN,
-    "fsdp.py": TORCHRUN,
-    "ddp_amp.py": TORCHRUN,
-    "apex_amp.py": "python {}",
+    "mnist/single.py": "python {}",
+    "cifar10/dp.py": "python {}",
+    "imagenet/ddp_spawn.py": "python {} -g 2",
+    "mnist/hvd.py": "horovodrun --gloo -np 2 python {}",
+    "cifar10/ddp_launch.py": TORCHRUN,
+    "imagenet/fsdp.py": TORCHRUN,
+    "mnist/ddp_amp.py": TORCHRUN,
+    "cifar10/apex_amp.py": "python {}",
 }
 
 
-def room(path):
-    """The name of the folder of this repository that holds `path`, however deep."""
-    return path.relative_to(ROOT).parts[0]
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_copy_out(recipe, tmp_path):
+@pytest.mark.parametrize("name", STARTS)
+def test_copy_out(name, tmp_path):
     """MNIST's flat, as train.py beside common/; the others nested, in a folder beside common/."""
-    if recipe.name == "hvd.py":
+    if name.endswith("hvd.py"):
         need_horovod("gloo")
+    recipe = ROOT / name
     project = tmp_path / "project"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -39,23 +36,24 @@ def test_copy_out(recipe, tmp_path):
     else:
         copy = project / "training" / recipe.name
         take.take(recipe, copy.parent, copy.name)
-        for name in take.PACKAGES:
-            (copy.parent / name).rename(project / name)
-    flags = f"{small(recipe.parent.name)} --synthetic 512 --dry-run"
-    command = f"{STARTS[recipe.name].format(copy)} {flags}"
+        for package in take.PACKAGES:
+            (copy.parent / package).rename(project / package)
+    flags = f"{small(recipe.parent.name)} --synthetic 512 --model lenet --dry-run"
+    command = f"{STARTS[name].format(copy)} {flags}"
     if recipe.name == "apex_amp.py":
         # It fails without Apex, or else without a launcher.
-        job = Job(command, cwd=elsewhere)
+        job = ForkedJob(command, elsewhere)
         assert job.finish() != 0
         assert "from apex import amp" in job.output() or "torchrun" in job.output()
     else:
-        assert compute(f"{command} --model lenet", cwd=elsewhere).count(" | val loss ") == 1
+        assert compute(command, elsewhere).count(" | val loss ") == 1
 
 
-@pytest.mark.parametrize("name", ["language_model", "regression"])
-def test_an_example_needs_only_common(name, tmp_path):
-    recipe = ROOT / "examples" / f"{name}.py"
-    assert {room(path) for path in take.needed(recipe)} == {"examples", "common"}
+def test_an_example_needs_only_common(tmp_path):
+    for name in ("regression", "language_model"):
+        recipe = ROOT / "examples" / f"{name}.py"
+        folders = {path.relative_to(ROOT).parts[0] for path in take.needed(recipe)}
+        assert folders == {"examples", "common"}
     take.take(recipe, tmp_path, "train.py")
     output = compute(f"{TORCHRUN.format('train.py')} --device cpu --dry-run", cwd=tmp_path)
     assert output.startswith(f"{name}: DDP, torchrun | world size 2")
