@@ -18,6 +18,7 @@ from scripts import doctor
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
 WELL = "doctor: all is well( but for the warnings)?"  # beside other tests a rank can be slow
+ACCUMULATED = "--dataset imagenet --image-size 32 --workers 0 --device cpu --accumulate 3"
 SHARES = "an epoch trains on {} samples, each once{}, and validates on {}, each once"
 
 
@@ -48,12 +49,20 @@ def test_docstring_command(command):
 
 
 def test_three_processes_which_do_not_divide_the_images():
-    torchrun = "torchrun --standalone --nproc-per-node=3"
-    output = compute(f"{torchrun} {SCRIPT} --synthetic 1000 -b 30 --scale-lr none", cwd=ROOT)
+    """The share of a step is that of all its passes, and the batch that of one."""
+    command = f"torchrun --nproc-per-node=3 {SCRIPT} {ACCUMULATED} --synthetic 1000 -b 10"
+    output = compute(f"{command} --scale-lr none", cwd=ROOT)
     shares = SHARES.format("990 of 1,000", " (10 fill no global batch)", "200")
-    assert f"cifar10, generated: {shares}" in output
-    assert "batch 30 per process, 90 global | 11 steps per epoch" in output
+    assert f"imagenet, generated: {shares}" in output
+    assert "batch 10 per process x 3 accumulated, 90 global | 11 steps per epoch" in output
     assert "learning rate 0.1 (" in output
+
+
+def test_accumulated_passes_of_a_global_batch():
+    output = compute(f"torchrun --nproc-per-node=2 {SCRIPT} {ACCUMULATED} -G 96", cwd=ROOT)
+    assert "batch 16 per process x 3 accumulated, 96 global" in output
+    shares = SHARES.format("1,281,120 of 1,281,167", " (47 fill no global batch)", "50,000")
+    assert shares in output
 
 
 def test_real_images_and_a_warning(real_data):
@@ -68,18 +77,6 @@ def test_real_images_and_a_warning(real_data):
     )
     assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
     assert "doctor: all is well but for the warnings: " in verdict(output)
-
-
-def test_accumulated_passes():
-    """The share of a step is that of all its passes, and the batch that of one."""
-    command = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --dataset imagenet"
-    flags = "--image-size 32 --workers 0 --device cpu --accumulate 4"
-    output = compute(f"{command} -b 16 {flags} --synthetic 1000", cwd=ROOT)
-    assert "batch 16 per process x 4 accumulated, 128 global" in output
-    output = compute(f"{command} -G 128 {flags}", cwd=ROOT)
-    assert "batch 16 per process x 4 accumulated, 128 global" in output
-    shares = SHARES.format("1,281,152 of 1,281,167", " (15 fill no global batch)", "50,000")
-    assert shares in output
 
 
 def test_wrong_inputs(tmp_path):
