@@ -28,12 +28,10 @@ from common.position import Position
 
 pytestmark = pytest.mark.check
 
-FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
-FLIPS = 2000
-REFUSED = (
-    checkpoint.CorruptCheckpoint,
-    OSError,
-)  # OSError: an offset before the start of a damaged archive
+FUZZ = int(os.environ.get("FUZZ", 100))  # examples; make fuzz sets more
+FLIPS = 500
+# OSError: an offset before the start of a damaged archive.
+REFUSED = (checkpoint.CorruptCheckpoint, OSError)
 MODEL = torch.nn.Linear(40, 25)
 CONFIG = {"lr": 0.1, "weight_decay": None}
 
@@ -70,9 +68,9 @@ def save_forever(folder, epoch, said):
 
 
 def test_kill_in_a_loop_that_saves(tmp_path):
-    """At 50 random moments: `auto` finds a whole checkpoint, as new as the last one reported."""
+    """At 20 random moments: `auto` finds a whole checkpoint, as new as the last one reported."""
     moments, said, epoch = random.Random(0), multiprocessing.Value("q", -1, lock=False), 0
-    for _ in range(50):
+    for _ in range(20):
         before = said.value
         saver = multiprocessing.get_context("fork").Process(
             target=save_forever, args=(tmp_path, epoch + 1, said)
@@ -88,10 +86,11 @@ def test_kill_in_a_loop_that_saves(tmp_path):
         assert epoch in (said.value, said.value + 1)
         assert torch.equal(found.saved["model"]["weight"], torch.full((200_000,), float(epoch)))
         assert not found.damaged
-        checkpoint.read(tmp_path / "best.pt")
-    assert len(list(tmp_path.iterdir())) <= 5, (
-        "three checkpoints; files that kills leave behind do not pile up"
-    )
+        # The second save is the first of the best.
+        if epoch > 2:
+            checkpoint.read(tmp_path / "best.pt")
+    # Three checkpoints; what kills leave behind does not pile up.
+    assert len(list(tmp_path.iterdir())) <= 5
 
 
 class Crash(BaseException):
@@ -182,17 +181,14 @@ def folder(tmp_path):
 
 
 def test_bit_flips(folder):
-    """Each of 2,000 files is refused, and `auto` takes previous.pt, or read as it was saved."""
+    """Each of 500 files is refused, and `auto` takes previous.pt, or read as it was saved."""
     draw, newest = random.Random(random_seed()), folder / "last.pt"
     whole, saved = newest.read_bytes(), checkpoint.read(newest)[0]
     refused = 0
-    with zipfile.ZipFile(
-        newest
-    ) as archive:  # in its directory: the bit that makes torch take an entry for a folder
-        entries = [
-            match.start() for match in re.finditer(b"PK\x01\x02", whole[archive.start_dir :])
-        ]
-        folders = [8 * (archive.start_dir + entry + 38) + 4 for entry in entries]
+    # In its directory: the bit that makes torch take an entry for a folder.
+    with zipfile.ZipFile(newest) as archive:
+        entries = re.finditer(b"PK\x01\x02", whole[archive.start_dir :])
+        folders = [8 * (archive.start_dir + entry.start() + 38) + 4 for entry in entries]
     assert len(folders) > 5
     for bit in folders + [draw.randrange(8 * len(whole)) for _ in range(FLIPS)]:
         content = bytearray(whole)
@@ -206,14 +202,15 @@ def test_bit_flips(folder):
             assert (found.path, epoch_of(found.saved)) == (folder / "previous.pt", 1)
             assert [one for one, _ in found.damaged] == [newest]
             refused += 1
-    assert refused > FLIPS / 2, "most flips do harm, and are refused"
+    # Most flips do harm.
+    assert refused > FLIPS / 2
 
 
 def test_truncated(folder):
-    """At every 1/250 of its length."""
+    """At every 1/100 of its length."""
     newest = folder / "last.pt"
     whole = newest.read_bytes()
-    for length in range(0, len(whole), len(whole) // 250):
+    for length in range(0, len(whole), len(whole) // 100):
         newest.write_bytes(whole[:length])
         found = checkpoint.find("auto", folder)
         assert (found.path, epoch_of(found.saved)) == (folder / "previous.pt", 1)

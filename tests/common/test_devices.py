@@ -47,6 +47,8 @@ def test_one_device_by_name(monkeypatch):
     assert devices.pick("auto", local_rank=1, local_world_size=2) == torch.device("cuda", 1)
     with pytest.raises(InputError, match="torch sees 2 cuda devices, and 3 are needed"):
         devices.pick("cuda:2")
+    with pytest.raises(InputError, match="torch sees 0 xpu devices"):
+        devices.pick("xpu")
     with pytest.raises(InputError, match="each process has a device of its own"):
         devices.pick("cuda:1", local_rank=0, local_world_size=2)
 

@@ -1,10 +1,10 @@
 """What gives outputs their meaning: kept in a checkpoint, and the same in a run that goes on."""
 
 import pytest
-from forked import compute, refused
-from launch import checkpoint
-from PIL import Image
+from forked import compute
+from launch import checkpoint, refused_here
 from recipes import ROOT, changed_copy
+from trees import make_tree
 
 from common.errors import InputError
 from common.metadata import Metadata
@@ -32,46 +32,36 @@ def test_differences(saved, says):
             own.load_state_dict(saved)
 
 
+CIFAR10 = "cifar10/single.py --synthetic 256 --model lenet --device cpu"
+IMAGENET = (
+    "imagenet/single.py --data-dir data --model lenet --image-size 32 -b 4 --device cpu -j 0 "
+    "--warmup-epochs 0 --log-dir run"
+)
+
+
 def test_the_names_are_in_every_file_of_a_run(tmp_path):
-    """In best.pt and in what scripts/export.py writes; --init-from compares them in both.
+    """In best.pt and in what scripts/export.py writes; a run with other names says so.
 
     libreyolo 61, mmdetection 3908: they were not saved, and those of COCO were shown.
     """
     copy = changed_copy(tmp_path, "cifar10/cifar.py", '"airplane"', '"plane"')
-    flags = "--synthetic 256 --model lenet --device cpu"
-    compute(f"python {copy}/single.py {flags} --epochs 1 --log-dir run", tmp_path)
-    assert checkpoint(tmp_path / "run", "best.pt")["metadata"]["classes"][:2] == [
-        "plane",
-        "automobile",
-    ]
+    compute(f"python {copy.parent}/{CIFAR10} --epochs 1 --log-dir run", tmp_path)
+    names = checkpoint(tmp_path / "run", "best.pt")["metadata"]["classes"]
+    assert names[:2] == ["plane", "automobile"]
     compute(f"python {ROOT}/scripts/export.py run/best.pt w.safetensors", tmp_path)
     others = "of its classes number 0 is 'plane', and in this run 'airplane'"
-    for path in ("run/best.pt", "w.safetensors"):
-        again = compute(f"python {copy}/single.py {flags} --dry-run --init-from {path}", tmp_path)
-        assert "classes" not in again
-        renamed = f"python {ROOT}/cifar10/single.py {flags} --init-from {path} --dry-run"
-        assert f"weights from {path}: {others}" in compute(renamed, tmp_path)
-    line = refused(
-        f"python {ROOT}/cifar10/single.py {flags} --resume run/last.pt --log-dir run", tmp_path
-    )
+    begin = f"python {ROOT}/{CIFAR10} --dry-run --init-from w.safetensors"
+    assert f"weights from w.safetensors: {others}" in compute(begin, tmp_path)
+    line = refused_here(f"{CIFAR10} --resume run/last.pt --log-dir run", tmp_path)
     assert line.endswith(f"--resume run/last.pt does not fit this run: {others}")
 
 
-@pytest.mark.parametrize("flags", ["--evaluate --resume run/last.pt", "--resume auto"])
-def test_a_renamed_class(flags, tmp_path):
+def test_a_renamed_class(tmp_path):
     """As many folders as before, in another order: labels would mean other classes."""
+    data = make_tree(tmp_path / "data")
+    compute(f"python {ROOT}/{IMAGENET} --epochs 1", tmp_path)
     for part in ("train", "val"):
-        for number, name in enumerate(("cat", "dog", "emu")):
-            folder = tmp_path / "data" / part / name
-            folder.mkdir(parents=True)
-            for image in range(4):
-                Image.new("RGB", (40, 40), 3 * (80 * number,)).save(folder / f"{image}.png")
-    command = (
-        f"python {ROOT}/imagenet/single.py --data-dir data --model lenet --image-size 32 -b 4 "
-        "--device cpu -j 0 --warmup-epochs 0 --log-dir run"
-    )
-    compute(f"{command} --epochs 1", tmp_path)
-    for part in ("train", "val"):
-        (tmp_path / "data" / part / "cat").rename(tmp_path / "data" / part / "zcat")
-    line = refused(f"{command} {flags} --epochs 2", tmp_path)
-    assert line.endswith("of its classes number 0 is 'cat', and in this run 'dog'")
+        (data / part / "cat").rename(data / part / "zcat")
+    for flags in ("--evaluate --resume run/last.pt", "--resume auto"):
+        line = refused_here(f"{IMAGENET} --epochs 2 {flags}", tmp_path)
+        assert line.endswith("of its classes number 0 is 'cat', and in this run 'dog'")

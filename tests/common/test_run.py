@@ -13,16 +13,18 @@ from common.position import Position
 from common.run import Run
 
 SLOW_SAVE = """\
-    from common import checkpoint
+        if position.steps == 0:
+            import time
+            from common import checkpoint
 
-    save = checkpoint.save
+            save = checkpoint.save
 
-    def slow_save(*arguments):
-        checkpoint.save = save
-        __import__("time").sleep(15)
-        save(*arguments)
+            def slow_save(*arguments):
+                checkpoint.save = save
+                time.sleep(15)
+                save(*arguments)
 
-    checkpoint.save = slow_save
+            checkpoint.save = slow_save
 """
 
 
@@ -31,8 +33,7 @@ def test_a_save_may_take_longer_than_a_step(tmp_path):
 
     ace 851, torchtune 2093, accelerate 3512: NCCL's timeout ended the run.
     """
-    line = "    step = make_step(model, optimizer, sums)\n"
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, SLOW_SAVE + line)
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", STEP, SLOW_SAVE + STEP)
     flags = "--synthetic 320 --model lenet --epochs 1 --device cpu --log-dir log --timeout 10"
     said = compute(f"{strategies(2, copy)['ddp_launch']} {flags}", tmp_path)
     assert "epoch 1/1" in said

@@ -16,7 +16,7 @@ from common.metrics import Best, Sums
 from common.position import Position
 
 pytestmark = pytest.mark.check
-FUZZ = int(os.environ.get("FUZZ", 300))  # examples; make fuzz sets more
+FUZZ = int(os.environ.get("FUZZ", 100))  # examples; make fuzz sets more
 
 
 def new_state():

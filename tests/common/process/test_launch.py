@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from forked import compute
+from forked import ForkedJob, compute
 from launch import one_line, run
 from recipes import ROOT, STEP, changed_copy
 
@@ -50,13 +50,14 @@ def test_open_files():
 
 
 def test_torchrun_says_why_a_rank_failed(tmp_path):
-    """Below what the rank itself prints, which may be far above."""
+    """The recipe says it once, and torchrun in its last lines, as that may be far above."""
     torchrun = "torchrun --standalone --nproc-per-node=2"
-    said = run(f"{torchrun} {ROOT}/mnist/ddp_launch.py --no-such-flag", tmp_path, status=1)
-    _, _, root_cause = said.partition("Root Cause (first observed failure):")
-    assert re.search(
-        r"^ +traceback : .*: --no-such-flag \(--help lists the flags\)$", root_cause, re.M
-    )
+    job = ForkedJob(f"{torchrun} {ROOT}/mnist/ddp_launch.py --no-such-flag", tmp_path)
+    assert job.finish() == 1
+    of_ranks, _, root_cause = job.output().partition("Root Cause (first observed failure):")
+    assert len(re.findall(r"^ddp_launch.py: .*: --no-such-flag", of_ranks, re.M)) == 1
+    says = r"^ +traceback : .*: --no-such-flag \(--help lists the flags\)$"
+    assert re.search(says, root_cause, re.M)
     assert "error_file: <N/A>" not in root_cause
 
 
@@ -116,20 +117,27 @@ def test_cells_of_a_notebook(tmp_path):
         assert f"\n{line}\n" in f"\n{said}"
 
 
-@pytest.mark.parametrize("runner", ["-m cProfile -o profile", "host.py"])
-def test_code_after_a_rank(runner, tmp_path):
+HOST = """
+import cProfile, multiprocessing, runpy, sys
+
+# As in a process that a launcher has started, and not a test.
+multiprocessing.process._parent_process = None
+sys.argv = sys.argv[1:]
+profile = cProfile.Profile()
+profile.runcall(runpy.run_path, sys.argv[0], run_name="__main__")
+profile.dump_stats("profile")
+print("after")
+"""
+
+
+def test_code_after_a_rank(tmp_path):
     """A profiler, or a script, that runs a recipe under torchrun: it goes on afterwards."""
-    (tmp_path / "host.py").write_text(
-        "import runpy, sys\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    torchrun = "torchrun --standalone --nproc-per-node=1 --no-python"
+    (tmp_path / "host.py").write_text(HOST)
     flags = "--synthetic 320 --model lenet --device cpu --dry-run"
-    command = f"{torchrun} bash -c 'python {runner} {ROOT}/mnist/ddp_launch.py {flags}"
-    said = run(f"{command} && echo after'", tmp_path)
+    torchrun = "torchrun --standalone --nproc-per-node=1"
+    said = compute(f"{torchrun} host.py {ROOT}/mnist/ddp_launch.py {flags}", tmp_path)
     assert said.splitlines()[-1] == "after"
-    assert "profile" not in runner or (tmp_path / "profile").stat().st_size
+    assert (tmp_path / "profile").stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -148,11 +156,10 @@ def test_causes_that_are_explained(error, says, monkeypatch, capfd):
 
 
 def test_an_operation_without_a_deterministic_algorithm(tmp_path):
-    """Its name is in the line; a run without --deterministic has it."""
+    """Its name is in the line."""
     step = "        torch.zeros(4).put_(torch.tensor([1]), torch.ones(1))\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, step + STEP)
     command = f"python {copy}/single.py --synthetic 320 --model lenet --device cpu --dry-run"
-    compute(command, tmp_path)
     said = compute(f"{command} --deterministic", tmp_path, status=2)
     assert "\nsingle.py: an operation of the model has no deterministic algorithm" in said
     assert "put_" in said
@@ -160,7 +167,7 @@ def test_an_operation_without_a_deterministic_algorithm(tmp_path):
 
 
 def test_batch_norm_with_one_image(tmp_path):
-    flags = "-a resnet18 --image-size 32 -b 1 --synthetic 8 --device cpu --epochs 1 -j 0"
-    said = compute(f"python {ROOT}/imagenet/single.py {flags} --dry-run", tmp_path, status=2)
+    flags = "-a resnet18 --image-size 32 -b 1 --synthetic 8 --device cpu --dry-run -j 0"
+    said = compute(f"python {ROOT}/imagenet/single.py {flags}", tmp_path, status=2)
     assert "\nsingle.py: BatchNorm needs more than one value per channel: take a larger" in said
     assert "Traceback" not in said

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import ForkedJob, compute
 from recipes import ROOT
 
 from common.metrics import Sums
@@ -36,52 +35,45 @@ if os.fork() == 0:
     signals.act_on(signal.SIGUSR2, lambda: print("the child", flush=True))
     os.kill(os.getpid(), signal.SIGUSR2)
     time.sleep(1)
-else:
-    os.wait()
-    # The parent would print now.
-    time.sleep(1)
+    os._exit(0)
+os.wait()
+# The parent would print now.
+time.sleep(1)
 """
+STORM = """
+import os, signal
+from common.process.signals import StopSignal
 
-
-def python(code, **options):
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, **options
-    )
+stop = StopSignal()
+stop.listen()
+for _ in range(20000):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print(stop.requested)
+"""
 
 
 def test_stacks_of_a_busy_process_do_not_end_it(tmp_path):
     """The handler of faulthandler.register() crashes there after tens to hundreds of signals."""
-    with open(tmp_path / "stacks", "w") as stacks:
-        process = python(BUSY, stderr=stacks)
-    process.stdout.readline()
-    for _ in range(3000):
-        process.send_signal(signal.SIGUSR2)
+    (tmp_path / "busy.py").write_text(BUSY)
+    job = ForkedJob("python busy.py", tmp_path, PYTHONPATH=str(ROOT))
+    job.wait_for("ready")
+    for _ in range(1000):
+        job.process.send_signal(signal.SIGUSR2)
         time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert (tmp_path / "stacks").read_text().count("in deep") > 100
+    assert job.running()
+    job.kill()
+    assert job.output().count("in deep") > 100
 
 
-def test_a_fork_acts_itself():
-    process = python(FORK)
-    assert process.communicate()[0] == "the child\n"
-    assert process.returncode == 0
+def test_a_fork_acts_itself(tmp_path):
+    (tmp_path / "fork.py").write_text(FORK)
+    assert compute("python fork.py", tmp_path, PYTHONPATH=str(ROOT)) == "the child\n"
 
 
-@pytest.mark.check
-def test_a_storm_of_signals_does_not_hang():
-    code = (
-        "import os, signal\n"
-        "from common.process.signals import StopSignal\n"
-        "stop = StopSignal()\n"
-        "stop.listen()\n"
-        "for _ in range(20000):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "print(stop.requested)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+def test_a_storm_of_signals_does_not_hang(tmp_path):
+    (tmp_path / "storm.py").write_text(STORM)
+    assert compute("python storm.py", tmp_path, PYTHONPATH=str(ROOT)) == "True\n"
 
 
 @pytest.mark.check

@@ -1,17 +1,22 @@
 """The watchdog ends a process that hangs, and no other."""
 
 import faulthandler
-import subprocess
-import sys
 
 import pytest
+from forked import compute
 from recipes import ROOT
 
 from common.process.watchdog import Watchdog
 
-pytestmark = pytest.mark.check
+BEGIN = """\
+import signal
+from common.process.watchdog import Watchdog
 
+def hangs():
+    yield signal.pause()
 
+watchdog = Watchdog(0.5)
+"""
 HANGS = {
     "the first batch": "for _ in watchdog.watch(hangs()):\n    pass\n",
     "a step": "for _ in watchdog.watch([1, 2]):\n    signal.pause()\n",
@@ -25,21 +30,14 @@ HANGS = {
 
 
 @pytest.mark.parametrize("what", HANGS)
-def test_a_process_that_hangs_ends_with_its_stack(what):
-    code = (
-        "import signal\n"
-        "from common.process.watchdog import Watchdog\n"
-        "def hangs():\n"
-        "    yield signal.pause()\n"
-        "watchdog = Watchdog(0.5)\n"
-        f"{HANGS[what]}"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Timeout (")
-    assert 'File "<string>"' in done.stderr
+def test_a_process_that_hangs_ends_with_its_stack(what, tmp_path):
+    (tmp_path / "hangs.py").write_text(BEGIN + HANGS[what])
+    said = compute("python hangs.py", tmp_path, status=1, PYTHONPATH=str(ROOT))
+    assert said.startswith("Timeout (")
+    assert 'hangs.py", line' in said
 
 
+@pytest.mark.check
 def test_a_cancelled_watchdog_does_not_end_the_process(monkeypatch):
     armed = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True))
@@ -53,6 +51,7 @@ def test_a_cancelled_watchdog_does_not_end_the_process(monkeypatch):
     assert not armed
 
 
+@pytest.mark.check
 def test_the_watchdog_gives_the_batches():
     watchdog = Watchdog(1000)
     assert list(watchdog.watch(range(3))) == [0, 1, 2]
