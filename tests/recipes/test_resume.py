@@ -142,11 +142,11 @@ def test_killed_with_the_default_model(tmp_path):
     The checkpoint of the default model has 89 MB.
     """
     need_horovod()
-    flags = "--synthetic 96 -b 16 --epochs 1 --device cpu --checkpoint-every 2"
+    flags = "--synthetic 48 -b 8 --epochs 1 --device cpu --checkpoint-every 2"
     copy = waiting_copy(tmp_path, "cifar10/hvd.py", steps=2)
     job = Job(f"horovodrun -np 2 python {copy}/hvd.py {flags} --log-dir part", tmp_path)
     kill(job, lambda: "waits" in job.output())
-    assert place(checkpoint(tmp_path / "part")) == (0, 64)
+    assert place(checkpoint(tmp_path / "part")) == (0, 32)
     command = f"horovodrun --gloo -np 2 python {ROOT}/cifar10/hvd.py {flags}"
     assert "resumed from" in compute(f"{command} --log-dir part --resume auto", tmp_path)
     compute(f"{command} --log-dir whole", tmp_path)
