@@ -18,15 +18,15 @@ ENDLESS = "--epochs 100000"
 def slow(to, host=None):
     """The command for an endless run, which takes its machine for `host`.
 
-    A step takes 0.1 s, and an epoch 2 s: it leaves the cores to other tests.
+    A step takes 0.5 s, and leaves the cores to other tests.
     """
-    pause = "        __import__('time').sleep(0.1)\n"
+    pause = "        __import__('time').sleep(0.5)\n"
     copy = changed_copy(to, "mnist/single.py", STEP, STEP + pause)
     if host:
         path = copy / "single.py"
         rename = f"import socket\nsocket.gethostname = lambda: {host!r}\n"
         path.write_text(path.read_text().replace("import torch\n", f"{rename}import torch\n", 1))
-    return f"python {copy}/single.py {FLAGS} --synthetic 1280 {ENDLESS}"
+    return f"python {copy}/single.py {FLAGS} {ENDLESS}"
 
 
 @pytest.fixture(scope="module")

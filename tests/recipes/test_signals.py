@@ -4,16 +4,21 @@ What SIGTERM and SIGUSR1 save: test_resume.py.
 """
 
 import contextlib
+import multiprocessing
+import os
 import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from forked import ForkedJob
 from launch import Job, free_port, need_horovod, strategies, wait_until
 from recipes import ROOT, changed_copy
+
+from common.process import parent
 
 ENDLESS = "--synthetic 640 --model lenet --device cpu --epochs 100000 --log-dir log"
 TORCHRUN = "torchrun --standalone --nproc-per-node=2"
@@ -156,28 +161,16 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path):
     job.finish()
 
 
-ORPHAN = f"""
-import multiprocessing, os, signal, sys, time
-sys.path.append({str(ROOT)!r})
-from common.process.parent import die_with_parent
-
-def rank(launcher):
-    while os.getppid() == launcher:
-        time.sleep(0.01)
-    die_with_parent()
-    print("outlived its launcher", flush=True)
-
-if __name__ == "__main__":
-    multiprocessing.get_context("spawn").Process(target=rank, args=(os.getpid(),)).start()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_of_mp_spawn_that_starts_as_an_orphan_ends(tmp_path):
-    (tmp_path / "orphan.py").write_text(ORPHAN)
-    job = Job("exec python orphan.py", tmp_path)
-    assert job.finish() == -signal.SIGKILL
-    assert job.output() == ""
+def test_a_process_of_mp_spawn_whose_launcher_has_died_ends(monkeypatch):
+    """It looks at its start, when Linux cannot tell it any more."""
+    died = SimpleNamespace(pid=-1)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: died)
+    rank = os.fork()
+    if rank == 0:
+        parent.die_with_parent()
+        os._exit(0)
+    _, status = os.waitpid(rank, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
 
 
 def test_told_to_stop_while_a_machine_is_awaited(tmp_path):
