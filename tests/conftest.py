@@ -1,3 +1,4 @@
+import compileall
 import functools
 import importlib.util
 import os
@@ -17,7 +18,7 @@ from cluster import Cluster, need_cluster
 from launch import need
 from PIL import Image
 from pods import build, need_podman
-from recipes import ROOT, SHARED_DATA
+from recipes import DATASETS, ROOT, SHARED_DATA
 
 # Beside other tests everything can be slow. The examples are the same each time, as a change must
 # not be refused for another's fault; make fuzz draws new ones.
@@ -36,6 +37,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("
 
 # Several threads would wait for each other by spinning, on cores that other tests use.
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    """Compile our modules once, where each process of a test would (PYTHONDONTWRITEBYTECODE=1)."""
+    for folder in ("common", "images", *(dataset.name for dataset in DATASETS)):
+        compileall.compile_dir(ROOT / folder, quiet=1)
 
 
 @pytest.fixture(scope="session")

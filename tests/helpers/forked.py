@@ -35,6 +35,7 @@ FROM_SERVER.set_forkserver_preload(
         "psutil",
         "pytest",
         "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
         "torch.distributed.run",
         "torch.nn.parallel",
         "torch.utils.tensorboard",

@@ -180,7 +180,8 @@ class Job:
         """
         others = [process for process in self.alive() if process.pid != self.process.pid]
         # First the launcher and its process group: ranks end with their launcher.
-        self.signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
         self.signal(signal.SIGKILL, everyone=True)
         end = time.monotonic() + PATIENCE
         while not all(map(has_ended, others)):

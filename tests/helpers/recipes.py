@@ -86,7 +86,7 @@ def in_float64(to, dataset, recipe=None, line=None, replacement=None):
     `recipe` with a line replaced.
     """
     for folder in ("common", "images", dataset):
-        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, to / folder)
     for path in (to / dataset).glob("*.py"):
         text = path.read_text()
         if path.name == recipe:
