@@ -3,6 +3,7 @@
 import atexit
 import faulthandler
 import functools
+import gc
 import io
 import json
 import multiprocessing
@@ -106,6 +107,8 @@ def plain_exits():
         end_at_once(signal.SIGINT)
     open_missing_streams()
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
+    # Python's end collects garbage twice, a second with torch; the system frees all memory anyway.
+    atexit.register(gc.freeze)
     try:
         yield
         # The run is saved. A second signal, while Python ends, must not make it a failed one.
