@@ -101,11 +101,12 @@ def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
         assert difference < 1e-3
 
 
-# 32 steps in which the rate changes. A kill after 17 of them comes within the second epoch, five
-# steps after the capture; the resumed run captures again.
-CUDA_GRAPH = "--synthetic 384 --max-steps 32 --warmup-epochs 0.5 --checkpoint-every 4 --log-dir log"
+# 26 steps in which the rate changes, ten in each epoch. A kill after 13 of them comes within the
+# second epoch, and after the capture; the resumed run captures again.
+CUDA_GRAPH = "--synthetic 320 --max-steps 26 --warmup-epochs 0.5 --checkpoint-every 6 --log-dir log"
 WITH_CUDA_GRAPH = {
     "mnist/single.py": "-b 32",
+    "mnist/ddp_spawn.py": "-b 16 --model lenet",
     "mnist/ddp_amp.py": "-b 16 --model lenet --amp-dtype fp16",
     # With dropout, AdamW and clipping.
     "examples/language_model.py": "-b 32 --synthetic 1500 --context 32 --layers 1 --width 32",
@@ -121,7 +122,7 @@ def test_cuda_graph(name, tmp_path):
     plain.mkdir()
     graph.mkdir()
     pretended(ROOT / name, flags, plain)
-    kill_after(17, ROOT / name, with_graph, graph)
+    kill_after(13, ROOT / name, with_graph, graph)
     _, steps = pretended(ROOT / name, with_graph, graph)
     weights, expected = (checkpoint(folder / "log")["model"] for folder in (graph, plain))
     assert largest_difference(weights, expected) == 0
@@ -399,7 +400,7 @@ def test_cuda_graph_on_a_real_gpu(name, tmp_path):
     """With --deterministic: the same bits with and without it, and after a kill."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
-    die = "        if position.steps == 17 and args.resume:\n            os.kill(os.getpid(), 9)\n"
+    die = "        if position.steps == 13 and args.resume:\n            os.kill(os.getpid(), 9)\n"
     die = die.replace("os.", "__import__('os').")
     copy = changed_copy(tmp_path, name, STEP, STEP + die)
     one = "python" if name.endswith("single.py") else "torchrun --standalone --nproc-per-node=1"
@@ -407,7 +408,7 @@ def test_cuda_graph_on_a_real_gpu(name, tmp_path):
     start = f"{one} {copy}/{Path(name).name} {flags}"
     run(start.replace("--log-dir log", "--log-dir whole"), tmp_path)
     Job(f"{start} --cuda-graph --resume auto", tmp_path).finish()
-    assert checkpoint(tmp_path / "log")["position"]["steps"] == 16
+    assert checkpoint(tmp_path / "log")["position"]["steps"] == 12
     run(f"{one} {ROOT}/{name} {flags} --cuda-graph --resume auto", tmp_path)
     ours, whole = checkpoint(tmp_path / "log")["model"], checkpoint(tmp_path / "whole")["model"]
     assert largest_difference(ours, whole) == 0
