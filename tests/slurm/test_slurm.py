@@ -222,7 +222,9 @@ def test_as_many_requeues_as_it_says(submit, cluster, stand_in):
     job.wait_for("^wrap: queued again, 1 of 1")
     job.wait_for("^rank ", count=2)
     cluster.run(f"scancel --batch --signal=USR1 {job.id}")
-    assert "wrap: not queued again after 1 times" in job.finish()
+    job.wait_for("^wrap: .*queued again", count=2)
+    assert "wrap: not queued again after 1 times" in job.log()
+    job.finish()
 
 
 def test_staged_archives(submit, tmp_path, stand_in):
