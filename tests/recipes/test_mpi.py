@@ -7,9 +7,18 @@ import subprocess
 import sys
 
 import pytest
-from cluster import link_repository
-from forked import compute
-from launch import ENVIRONMENT, Job, checkpoint, free_port, need, need_horovod, place, run
+from forked import compute, refused
+from launch import (
+    ENVIRONMENT,
+    Job,
+    checkpoint,
+    free_port,
+    need,
+    need_horovod,
+    place,
+    run,
+    wait_until,
+)
 from recipes import ROOT
 
 # PyPI has this version as binaries. Debian 12 has 4.1, and Debian 13 has 5.0.
@@ -62,44 +71,80 @@ def test_options_of_horovodrun(mpirun_first, tmp_path):
     run(f"mpirun -np 2 {line} true", tmp_path, PATH=mpirun_first)
 
 
+# As a recipe does after USR1, but without a model. (print() may write a line in pieces, between
+# which the other rank writes.)
+STOPS = """
+import os, signal, sys, time
+
+def stop(*_):
+    sys.stdout.write("stops\\n")
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, stop)
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n")
+sys.stdout.flush()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def started(recipe, mpirun_first, tmp_path):
+    """slurm/mpirun.sh on two processes of this machine."""
+    (tmp_path / "hosts").write_text("localhost slots=2")
+    environment = {"PATH": mpirun_first, "MASTER_PORT": str(free_port())}
+    return Job(f"exec {ROOT}/slurm/mpirun.sh hosts {recipe}", tmp_path, **environment)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_mpirun(number, mpirun_first, tmp_path):
-    """It passes USR1 on, and waits. After TERM the run continues from its last checkpoint.
-
-    The ranks of Open MPI 5 have 0.25 s after TERM, which is seldom enough to save.
-    """
-    link_repository(tmp_path)
-    (tmp_path / "hosts").write_text("localhost slots=2")
-    command = f"slurm/mpirun.sh hosts mnist/ddp_launch.py {TRAINING}"
-    environment = {"PATH": mpirun_first, "MASTER_PORT": str(free_port())}
-    job = Job(f"exec {command} --epochs 2000", tmp_path, **environment)
-    job.wait_for("epoch 1/")
-    assert len(re.findall(r"^mnist: DDP, .* world size 2 ", job.output(), re.MULTILINE)) == 1
+    """It passes USR1 on, and waits. After TERM it fails, and no process is left."""
+    (tmp_path / "stops.py").write_text(STOPS)
+    job = started("stops.py", mpirun_first, tmp_path)
+    for rank in range(2):
+        job.wait_for(f"rank {rank} of 2")
     job.process.send_signal(number)
     if number == signal.SIGUSR1:
         assert job.finish() == 0
-        assert "stopped after a signal" in job.output()
+        assert job.output().count("stops") == 2
     else:
         assert job.finish() == 1
+
+
+def trains(recipe, tmp_path):
+    """Debian's mpirun, once its ranks listen for signals: after the line of their first step."""
+    job = started(recipe, ENVIRONMENT["PATH"], tmp_path)
+    wait_until(lambda: job.output().count("\nstep ") >= 2, job)
+    return job
+
+
+def test_a_run_under_mpirun(tmp_path):
+    """Whichever signal ends it, it resumes, also under torchrun.
+
+    After TERM the ranks of Debian's Open MPI have the time to save.
+    """
+    need(shutil.which("mpirun"), "apt-get install openmpi-bin")
+    run_again = f"{ROOT}/mnist/ddp_launch.py {TRAINING} --resume auto --log-interval 1 --epochs"
+    for number, status in ((signal.SIGTERM, 1), (signal.SIGUSR1, 0)):
+        job = trains(f"{run_again} 2000", tmp_path)
+        assert len(re.findall(r"^mnist: DDP, .* world size 2 ", job.output(), re.MULTILINE)) == 1
+        job.process.send_signal(number)
+        assert job.finish() == status, job.output()
+        assert "stopped after a signal" in job.output()
+    assert "resumed from log/last.pt" in job.output()
     epochs = place(checkpoint(tmp_path / "log"))[0] + 1
-    again = f"torchrun --nproc-per-node=2 {ROOT}/mnist/ddp_launch.py {TRAINING}"
-    output = compute(f"{again} --resume auto --epochs {epochs}", tmp_path)
+    output = compute(f"torchrun --nproc-per-node=2 {run_again} {epochs}", tmp_path)
     assert "resumed from log/last.pt" in output
     assert f"epoch {epochs}/{epochs}: " in output
 
 
-@pytest.mark.parametrize("recipe", ["single", "hvd"])
-def test_mpich(recipe, tmp_path):
+def test_mpich(tmp_path):
     """Horovod is built with Open MPI: under MPICH each process would train alone."""
     need(shutil.which("mpirun.mpich"), "apt-get install mpich")
-    if recipe == "hvd":
-        need_horovod("mpi")
-    command = f"mpirun.mpich -np 2 python {ROOT}/mnist/{recipe}.py {TRAINING}"
-    lines = run(command, tmp_path, status=2).splitlines()
-    assert lines
-    for line in lines:
-        assert "a launcher started 2 of these (PMI_SIZE)" in line
-    assert not (tmp_path / "log").exists()
+    printed = run("mpirun.mpich -np 2 printenv PMI_SIZE", tmp_path)
+    assert printed.split() == ["2", "2"]
+    need_horovod("mpi")
+    line = refused(f"PMI_SIZE=2 python {ROOT}/mnist/hvd.py {TRAINING}", tmp_path)
+    assert "a launcher started 2 of these (PMI_SIZE)" in line
 
 
 AGAIN = """
@@ -117,5 +162,5 @@ def test_horovod_starts_again_in_the_same_process(tmp_path):
     """With Gloo a rank got the address of one that was gone. (MPI cannot start twice.)"""
     need_horovod("gloo")
     (tmp_path / "again.py").write_text(AGAIN)
-    output = run("horovodrun --gloo -np 2 python again.py", tmp_path)
+    output = compute("horovodrun --gloo -np 2 python again.py", tmp_path)
     assert output.count("sum 2.0") == 2 * 5
