@@ -116,7 +116,9 @@ GATE = """\
         gate = Path(args.log_dir, f"gate-{position.steps}")
         if position.steps in GATES and not gate.exists():
             import time
-            print("at", gate.name, flush=True)
+            # A line in one piece: other ranks print, too.
+            sys.stdout.write(f"at {gate.name}\\n")
+            sys.stdout.flush()
             while not (run.stop.requested or gate.exists()):
                 time.sleep(0.05)
             gate.touch()
