@@ -243,27 +243,18 @@ def one_process(in_float64, few, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "device"),
-    [
-        *(
-            (strategy, "cuda")
-            for strategy in ("single", "dp", "ddp_launch", "ddp_spawn", "hvd_gloo")
-        ),
-        # fully_shard needs a real GPU.
-        *((strategy, "cpu") for strategy in ("dp", "ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo")),
-    ],
+    "strategy", ["single", "dp", "ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo"]
 )
-def test_two_processes_compute_what_one_does(
-    strategy, device, in_float64, one_process, few, tmp_path
-):
-    """Over two epochs, so that set_epoch counts, and on pretended GPUs.
+def test_two_processes_compute_what_one_does(strategy, in_float64, one_process, few, tmp_path):
+    """On pretended GPUs, over two epochs, so that set_epoch counts.
 
     Each of the 301 test images counts once.
     """
+    # fully_shard needs a real GPU.
+    device = "cpu" if strategy == "fsdp" else "cuda"
     batch = ONE if strategy in ("single", "dp") else TWO
     command = f"{command_of(strategy, 2, in_float64)} {batch} --epochs 2 --device {device}"
-    environment = {"PRETENDED_GPUS": "2"} if device == "cuda" else {}
-    weights, accuracies = train(command, few, tmp_path, **environment)
+    weights, accuracies = train(command, few, tmp_path, PRETENDED_GPUS="2")
     assert largest_difference(weights, one_process[0]) < 1e-9
     assert accuracies == one_process[1]
 
