@@ -24,7 +24,7 @@
 # One more thing is changed: with Gloo, a rank that waits for the others sleeps 50 us between two looks, after the first
 # millisecond. Unchanged, it polls, and so takes the core of one that computes (docs/cpu.md). With MPI it still polls:
 # asleep, four ranks that srun had started on two busy cores were stuck in their first all-reduce for 15 s. (With sleep
-# test_stopped_rank[srun] of tests/slurm/test_cluster_faults.py failed 3 of 3 times on busy cores, without it 0 of 5.)
+# a run whose rank on another node is stopped failed 3 of 3 times on busy cores, without it 0 of 5.)
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
