@@ -12,6 +12,9 @@ BEGIN = """\
 import signal
 from common.process.watchdog import Watchdog
 
+# Without a watchdog it ends, too, with another status.
+signal.alarm(60)
+
 def hangs():
     yield signal.pause()
 
