@@ -16,7 +16,7 @@ import filelock
 import pytest
 import yaml
 from launch import PATIENCE, need
-from recipes import ROOT, STEP
+from recipes import ROOT, STEP, changed_copy
 
 # crun does not run where cgroups are in hybrid mode.
 PODMAN = ["podman", "--runtime", "runc"]
@@ -126,12 +126,9 @@ GATE = """\
 
 
 def with_gates(recipe, steps, folder):
-    """{the path of a recipe in the image: a copy of it that waits at `steps`}, to be mounted."""
-    text = (ROOT / recipe).read_text()
-    assert text.count(STEP) == 1
-    copy = folder / "with_gates.py"
-    copy.write_text(text.replace(STEP, GATE.replace("GATES", str(steps)) + STEP))
-    return {f"/recipes/{recipe}": copy}
+    """A copy of a recipe, and of what it imports, in `folder`, which waits at each of `steps`."""
+    gate = GATE.replace("GATES", str(steps))
+    return changed_copy(folder, recipe, STEP, gate + STEP) / Path(recipe).name
 
 
 def bytes_of(quantity):

@@ -52,7 +52,7 @@ def test_pods_that_end(image, tmp_path):
     After an eviction the run has lost nothing; else it goes on from its last checkpoint.
     """
     job_of_manifest = documents("kubernetes/ddp.yaml", CHANGES)[-1]
-    mounts = with_gates(RECIPE, (15, 25, 35, 45), tmp_path)
+    mounts = {f"/recipes/{RECIPE}": with_gates(RECIPE, (15, 25, 35, 45), tmp_path)}
     with Namespace(tmp_path) as namespace:
         data = namespace.claim("data", group=1000)
         write_mnist(data)

@@ -78,7 +78,7 @@ def job(image, tmp_path):
     need_horovod("mpi")
     _, document = documents("kubernetes/mpijob.yaml", CHANGES)
     with Namespace(tmp_path) as namespace:
-        mounts = with_gates(RECIPE, (15, 25), tmp_path)
+        mounts = {f"/recipes/{RECIPE}": with_gates(RECIPE, (15, 25), tmp_path)}
         yield MPIJob(namespace, document["spec"], image("horovod"), mounts)
 
 

@@ -1,12 +1,14 @@
-"""kubernetes/trainjob.yaml on two containers, with what the runtime gives to torchrun."""
+"""kubernetes/trainjob.yaml: its pods are those of ddp.yaml, and what the runtime tells torchrun."""
 
-from forked import compute
-from launch import assert_same, checkpoint
-from pods import Namespace, Pod, documents, evict, with_gates
+import signal
+
+from forked import ForkedJob, compute
+from launch import assert_same, checkpoint, free_port
+from pods import documents, with_gates
 from recipes import ROOT
 
 RECIPE = "mnist/ddp_launch.py"
-FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=3 --log-interval=5"
+FLAGS = "--synthetic=640 --batch-size=32 --arch=lenet --epochs=3 --log-interval=5 --device=cpu"
 CHANGES = {
     "numProcPerNode: 4": "numProcPerNode: 1",
     "cifar10/ddp_amp.py": RECIPE,
@@ -14,54 +16,66 @@ CHANGES = {
 }
 
 
-def template(spec):
-    """The template of the pods: that of the job over the patch of the runtime torch-distributed."""
-    trainer = spec["trainer"]
+def job():
+    """The `spec` of the manifest, for small machines."""
+    _, document = documents("kubernetes/trainjob.yaml", CHANGES)
+    return document["spec"]
+
+
+def test_its_pods_are_those_of_ddp():
+    """So what test_ddp.py sees of users, volumes and evictions holds for them."""
+    spec = job()
     (patch,) = spec["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
+    of_ddp = documents("kubernetes/ddp.yaml", {})[-1]["spec"]["template"]["spec"]
+    for name in ("terminationGracePeriodSeconds", "securityContext"):
+        assert pod[name] == of_ddp[name]
+    for volume in pod["volumes"]:
+        assert volume in of_ddp["volumes"]
     (container,) = pod["containers"]
-    container |= {
-        "command": trainer["command"],
-        "env": trainer["env"],
-        "resources": trainer["resourcesPerNode"],
-    }
-    return {"spec": pod}
+    (container_of_ddp,) = of_ddp["containers"]
+    for mount in container["volumeMounts"]:
+        assert mount in container_of_ddp["volumeMounts"]
+    assert container["securityContext"].items() <= container_of_ddp["securityContext"].items()
+    assert spec["trainer"]["resourcesPerNode"] == container_of_ddp["resources"]
+    # The image's entry point, which `command` replaces.
+    assert spec["trainer"]["command"][:3] == ["tini", "--", "torchrun"]
 
 
-def test_an_evicted_pod(image, tmp_path):
+def test_an_evicted_pod(tmp_path):
     """It saves, and its successor joins the other: the weights of two local processes."""
-    _, document = documents("kubernetes/trainjob.yaml", CHANGES)
-    spec = document["spec"]
-    mounts = with_gates(RECIPE, (15,), tmp_path)
+    spec = job()
+    copy = with_gates(RECIPE, (15,), tmp_path)
+    command = (
+        " ".join(spec["trainer"]["command"]).replace("tini -- ", "").replace(RECIPE, str(copy))
+    )
+    port = free_port()
 
-    with Namespace(tmp_path) as namespace:
+    def start(rank):
+        """Start the torchrun of a pod, with the variables of the runtime torch-distributed."""
+        return ForkedJob(
+            command,
+            tmp_path,
+            PET_NNODES=str(spec["trainer"]["numNodes"]),
+            PET_NPROC_PER_NODE=str(spec["trainer"]["numProcPerNode"]),
+            PET_NODE_RANK=str(rank),
+            PET_MASTER_ADDR="127.0.0.1",
+            PET_MASTER_PORT=str(port),
+        )
 
-        def start(rank):
-            return Pod(
-                namespace,
-                template(spec),
-                image("recipes"),
-                f"ddp-node-0-{rank}",
-                names=[f"ddp-node-0-{rank}.ddp"],
-                mounts=mounts,
-                PET_NNODES=str(spec["trainer"]["numNodes"]),
-                PET_NPROC_PER_NODE=str(spec["trainer"]["numProcPerNode"]),
-                PET_NODE_RANK=str(rank),
-                PET_MASTER_ADDR="ddp-node-0-0.ddp",
-                PET_MASTER_PORT="29500",
-            )
-
-        pods = [start(rank) for rank in range(2)]
-        for pod in pods:
-            pod.wait_for("^at gate-15$")
-        evict(pods[1])
-        pods[1] = start(1)
-        for pod in pods:
-            assert pod.wait() == 0, pod.log()
-        assert pods[0].log().count("stopped after a signal") == 1
-        assert pods[0].log().count("resumed from") == 1
-        command = "torchrun --standalone --nproc-per-node=2"
-        compute(f"{command} {ROOT}/{RECIPE} {FLAGS} --device=cpu --log-dir=log", tmp_path)
-        run = namespace.claim("runs", 1000) / "ddp"
-        assert_same(checkpoint(run)["model"], checkpoint(tmp_path / "log")["model"])
+    first, second = start(0), start(1)
+    for pod in (first, second):
+        pod.wait_for("at gate-15\n")
+    second.process.send_signal(signal.SIGTERM)
+    assert second.finish() == 1, "it would count as complete"
+    successor = start(1)
+    for pod in (first, successor):
+        assert pod.finish() == 0, pod.output()
+    assert first.output().count("stopped after a signal") == 1
+    assert first.output().count("resumed from") == 1
+    compute(
+        f"torchrun --standalone --nproc-per-node=2 {ROOT}/{RECIPE} {FLAGS} --log-dir=log", tmp_path
+    )
+    run = tmp_path / "runs" / "ddp"
+    assert_same(checkpoint(run)["model"], checkpoint(tmp_path / "log")["model"])
