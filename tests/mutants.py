@@ -5,7 +5,8 @@
 
 MUTANTS is the list. First each line to change has to be there, once. Then all tests that are named
 run on an unchanged copy of the repository. Then each mutant gets a copy of its own, in which its
-test runs, and a row of a table in Markdown says which test noticed it, and after how long.
+test runs, three at a time, and a row of a table in Markdown says which test noticed it, and after
+how long.
 
 It ends with status 1 if a mutant survived, if a line is not there, or if a test fails without a
 mutant. A mutant whose test is skipped here is not run, and its row says what is missing.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -29,8 +31,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 # Seconds after which a test that hangs counts as one that failed.
 TIMEOUT = 300
-# In the environment of all processes that a test starts, to find what it leaves behind.
+# How many copies of the repository are tested at once.
+AT_ONCE = 3
+# In the environment of all processes that a test starts, to find what it leaves behind. The value
+# begins with SESSION.
 MARK = "MUTANTS"
+SESSION = uuid.uuid4().hex
 
 
 @dataclass
@@ -701,7 +707,7 @@ def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, floa
     Returns (the status of pytest, {test: (failure, error or skipped, why)} of those that did not
     pass, seconds, what it printed).
     """
-    mark = uuid.uuid4().hex
+    mark = f"{SESSION}-{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
         copy = folder / "repository"
@@ -716,6 +722,8 @@ def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, floa
             path = copy / mutant.file
             path.write_text(mutant.changed(path.read_text()))
             command.append("-x")
+        else:
+            command.append(f"-n{AT_ONCE}")
         began = time.monotonic()
         with open(folder / "printed", "w+") as printed:
             process = subprocess.Popen(
@@ -737,13 +745,13 @@ def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, floa
 
 
 def kill(mark: str) -> None:
-    """Kill what still runs of a call of run(), also what tests that failed have left."""
+    """Kill all processes whose mark begins with `mark`, also what tests that failed have left."""
     found = True
     while found:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == mark:
+                if process.environ().get(MARK, "").startswith(mark):
                     process.kill()
                     found.append(process)
             except psutil.Error:
@@ -786,6 +794,18 @@ def verdict(status: int, bad: dict) -> str:
     return f"**error**: status {status} of pytest"
 
 
+def judge(mutant: Mutant, unfit: dict) -> tuple[str, float, str]:
+    """Return what became of a mutant, after how many seconds, and what pytest printed.
+
+    Nothing is printed if its test does not pass without it, as `unfit` says, and so did not run.
+    """
+    reason = why_not(mutant, unfit)
+    if reason:
+        return reason, 0, ""
+    status, bad, seconds, printed = run([mutant.test], mutant)
+    return verdict(status, bad), seconds, printed
+
+
 def main() -> int:
     if faults := faults_of_the_list():
         print("\n".join(faults), file=sys.stderr)
@@ -811,18 +831,20 @@ def main() -> int:
     print("| --- | --- | --- | ---: |", flush=True)
     problems = len(failed)
     caught = 0
-    for mutant in chosen:
-        seconds = 0
-        result = why_not(mutant, unfit)
-        if not result:
-            status, bad, seconds, printed = run([mutant.test], mutant)
-            result = verdict(status, bad)
-            if result.startswith("**"):
-                problems += 1
-                print(printed, file=sys.stderr)
-            else:
-                caught += 1
-        print(f"| {mutant.name} | {mutant.file} | {result} | {seconds:.0f} |", flush=True)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            judged = pool.map(judge, chosen, [unfit] * len(chosen))
+            for mutant, (result, seconds, printed) in zip(chosen, judged, strict=True):
+                print(f"| {mutant.name} | {mutant.file} | {result} | {seconds:.0f} |", flush=True)
+                if result.startswith("**"):
+                    problems += 1
+                    print(printed, file=sys.stderr)
+                elif printed:
+                    caught += 1
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill(SESSION)
+            raise
     minutes = (time.monotonic() - began) / 60
     print(f"\n{caught} of {len(chosen)} caught, in {minutes:.0f} minutes")
     return 1 if problems else 0
