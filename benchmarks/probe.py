@@ -47,7 +47,8 @@ class CountedGraph(torch.cuda.CUDAGraph):
 def after_step(*_):
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return
-    if "horovod.torch" in sys.modules and next(calls) % 2:
+    horovod = sys.modules.get("horovod.torch")
+    if horovod and horovod.is_initialized() and next(calls) % 2:
         return  # its optimizer calls this twice in a step
     times.append(now())
     if len(times) == 1 and torch.cuda.is_available():

@@ -151,7 +151,9 @@ AGAIN = """
 import time, torch, horovod.torch as hvd
 for _ in range(5):
     hvd.init()
-    print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    # In one write: the words of two ranks would mix.
+    print(f"sum {total}\\n", end="", flush=True)
     rank = hvd.rank()
     hvd.shutdown()
     time.sleep(rank / 2)
