@@ -108,6 +108,7 @@ def plain_exits():
     open_missing_streams()
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
     # Python's end collects garbage twice, a second with torch; the system frees all memory anyway.
+    # (Rarer collections from here on would save 0.1 s more, but tensors in cycles would pile up.)
     atexit.register(gc.freeze)
     try:
         yield
