@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from common.errors import InputError
@@ -124,39 +123,6 @@ class TensorLoader:
     def pick(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """The samples with these indices, each tensor in one piece."""
         return [tensor.index_select(0, indices) for tensor in self.tensors]
-
-
-class CopiedAhead:
-    """The batches of `loader` on `device`, a CUDA device: each is copied while a step runs.
-
-    The copies need no time of the steps if the loader has pin_memory=True.
-    """
-
-    def __init__(self, loader: Iterable, device: torch.device):
-        self.loader = loader
-        self.device = device
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator:
-        copies = torch.cuda.Stream(self.device)
-        ready = None
-        for batch in self.loader:
-            with torch.cuda.stream(copies):
-                coming = to_device(batch, self.device)
-            if ready is not None:
-                yield ready
-            # By now the device has been given the step with `ready`.
-            steps = torch.cuda.current_stream(self.device)
-            steps.wait_stream(copies)
-            for value in tree_leaves(coming):
-                if isinstance(value, torch.Tensor):
-                    # Else its memory could go to the next copy while the step still reads it.
-                    value.record_stream(steps)
-            ready = coming
-        if ready is not None:
-            yield ready
 
 
 class Seeded(Dataset):

@@ -177,30 +177,6 @@ def test_each_process_sees_one_gpu(tmp_path):
     assert "world size 2 | cuda (pretended GPU)" in printed
 
 
-COPIED = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-from common.data import CopiedAhead
-
-device = torch.device("cuda", 0)
-dataset = TensorDataset(torch.arange(10), torch.arange(10) / 2)
-loader = DataLoader(dataset, batch_size=4)
-copied = CopiedAhead(loader, device)
-assert len(copied) == 3
-for batch, expected in zip(copied, loader, strict=True):
-    assert all(part.device == device for part in batch)
-    print([part.tolist() for part in batch] == [part.tolist() for part in expected])
-"""
-
-
-def test_batches_that_are_copied_ahead(tmp_path):
-    """All of them come, in their order. (Whether a copy overlaps a step only a GPU can show.)"""
-    (tmp_path / "copied.py").write_text(COPIED)
-    output = compute("python copied.py", tmp_path, PRETENDED_GPUS="1", PYTHONPATH=str(ROOT))
-    assert output.splitlines() == ["True"] * 3
-
-
 # Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.14.
 # Those of Horovod itself are not counted. (CIFAR-10's images are cropped on the GPU.)
 LAUNCHES = {
