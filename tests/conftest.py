@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 
 
 def pytest_configure():
-    """Compile our modules once, where each process of a test would (PYTHONDONTWRITEBYTECODE=1)."""
+    """Compile our modules once. With PYTHONDONTWRITEBYTECODE=1 each process would do it again."""
     for folder in ("common", "images", *(dataset.name for dataset in DATASETS)):
         compileall.compile_dir(ROOT / folder, quiet=1)
 

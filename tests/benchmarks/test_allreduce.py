@@ -21,7 +21,7 @@ def test_docstring_command(command, backend, tmp_path):
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["backend"], result["processes"], result["hosts"]) == (backend, 2, 1)
     assert [size["bytes"] for size in result["sizes"]] == [4, 16, 64]
-    row = r"^\| ([\d,]+) \| ([\d.]+) \| \d+% \| ([\d.]+) \| ([\d.]+) \|$"
+    row = r"^\| (\d+) \| ([\d.]+) \| \d+% \| ([\d.]+) \| ([\d.]+) \|$"
     rows = re.findall(row, output, re.MULTILINE)
     for size, (length, microseconds, algorithm, bus) in zip(result["sizes"], rows, strict=True):
         assert int(length) == size["bytes"]

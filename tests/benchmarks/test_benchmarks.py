@@ -1,6 +1,6 @@
 """The benchmarks measure what they say, and the model predicts what they measured.
 
-Most of it is the way from measured figures to a table. What they start is in the recipes' tests.
+Most tests follow measured figures into a table. What the benchmarks start has tests of its own.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def test_what_scaling_measures(monkeypatch):
 
 
 def test_a_run_is_started_and_measured():
-    """In a process of its own, as all benchmarks that compare recipes do."""
+    """In a process of its own, as in all benchmarks that compare recipes."""
     setting = {
         "dataset": "mnist",
         "model": "lenet",

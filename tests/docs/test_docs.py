@@ -56,7 +56,9 @@ def test_no_link_is_dead():
 def test_the_figures_in_the_readme_are_those_of_the_pages():
     """Each figure with two decimals is in a page that its sentence links."""
     section = re.search(r"^## Measured\n(.*?)^## ", README.read_text(), re.MULTILINE | re.DOTALL)[1]
-    for item in section.partition("\n\n(torch")[0].split("\n- ")[1:]:
+    items = section.partition("\n\n(torch")[0].split("\n- ")[1:]
+    assert items
+    for item in items:
         pages = " ".join((ROOT / page).read_text() for page in re.findall(r"\]\(([^)]+)\)", item))
         for figure in re.findall(r"\b\d+\.\d\d\b%?", item):
             assert f" {figure} " in pages, figure
@@ -84,9 +86,9 @@ def test_generated_pages_and_drawings_are_those_of_their_scripts():
 @pytest.mark.check
 def test_what_the_page_on_tutorials_says_to_search_for_is_there():
     page = ROOT / "docs" / "from-a-tutorial.md"
-    for path, to_search in re.findall(
-        r"^\| [^|]+ \| \[.+?\]\((.+?)\) \| (.*?) \| ", page.read_text(), re.MULTILINE
-    ):
+    rows = re.findall(r"^\| [^|]+ \| \[.+?\]\((.+?)\) \| (.*?) \| ", page.read_text(), re.M)
+    assert rows
+    for path, to_search in rows:
         text = (page.parent / path).read_text()
         missing = [code for code in re.findall(r"`([^`]+)`", to_search) if code not in text]
         assert missing == [], path

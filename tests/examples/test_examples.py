@@ -27,7 +27,7 @@ SIZES = {
     "segmentation": "--synthetic 80 --image-size 32 --width 4 --workers 0",
 }
 FLAGS = "--device cpu -G 16 --epochs 2 --warmup-epochs 0.5"
-# What is best, and whether it is the lowest
+# The figure that best.pt goes by, and which of its values is the best
 BEST = {
     "contrastive": ("val/accuracy", max),
     "finetune": ("val/accuracy", max),
@@ -77,7 +77,7 @@ def test_the_same_on_two_processes_and_after_a_resume(name, tmp_path):
 # that it learns, and the share of its first value that the last is below. (The comments have this
 # share for the worst of seeds 0 to 3.)
 LEARNS = {
-    # 0.9. Of random weights only the last layers learn.
+    # 0.9, as the weights are random, and only the last layers learn
     "finetune": (12, 4, "val/loss", 1),
     # 0.81
     "gan": (60, 20, "val/distance", 0.95),

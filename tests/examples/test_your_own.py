@@ -81,10 +81,7 @@ def port(heading, to):
 
 
 def trained(script, flags, step, folder):
-    """The checkpoints of a run on one process, of one on two, and of one that resumes the second.
-
-    It resumes after `step` steps.
-    """
+    """The checkpoints of runs on one process and on two, and of the second resumed after `step`."""
     keep_checkpoints(script)
     flags = f"{flags} --checkpoint-every {step}"
     compute(f"{torchrun(1)} {script} {flags} --log-dir one", cwd=folder)
@@ -431,6 +428,7 @@ def test_webdataset_gives_each_sample_once(world_size, workers, stream_of):
     # What is left of an epoch has as many steps, with other samples.
     resumed = read(stream, world_size, workers, (0, 32))
     assert len(resumed) == 2
+    assert steps(resumed) != steps(batches)[2:]
     assert_same(read(stream, world_size, workers, (0, 0), (0, 32)), resumed)
 
 

@@ -13,7 +13,7 @@ import pytest
 from launch import ENVIRONMENT, MARK, PATIENCE, need
 from recipes import DATASETS, ROOT
 
-# Of a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded
+# For a test that starts MPI with srun: about once in 130 times MPI_Init crashes on overloaded
 # cores (docs/clusters.md)
 MPI_INIT_CAN_CRASH = pytest.mark.flaky(reruns=2, only_rerun="Segmentation fault")
 
@@ -123,7 +123,7 @@ class SlurmJob:
         """Return once `happened()`. Fail, and say `what`, if the job ends before."""
         end = time.monotonic() + PATIENCE
         while True:
-            # Before the last look: what a job that has ended wrote is there.
+            # Asked before the last look, by when a job that has ended has written everything.
             state = self.shown("JobState")
             # To ask SLURM takes a hundred times as long as a look at a file.
             for _ in range(20):
@@ -151,7 +151,7 @@ class SlurmJob:
         return found[0]
 
     def ranks(self, node):
-        """The processes of the recipe itself on a node, without those that started them."""
+        """The processes of the script itself on a node, without those that started them."""
         found = []
         for process in psutil.process_iter():
             try:

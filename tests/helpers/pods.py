@@ -321,7 +321,7 @@ def evict(*pods):
         try:
             pod.process.wait(pod.grace)
         except subprocess.TimeoutExpired:
-            pod.kill()
+            kill(pod)
             pod.wait()
 
 

@@ -12,7 +12,7 @@ from imagenet import networks
 def test_any_model_of_torchvision(name):
     """Each family that is peculiar: auxiliary classifiers, or an image size that is part of it.
 
-    Shapes are enough: tensors on the device "meta" have no numbers.
+    Only shapes are compared, so the tensors are on the device "meta" and have no values.
     """
     size = 96 if name == "inception_v3" else 32
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from recipes import ROOT
 RECIPE = "mnist/ddp_launch.py"
 GLOBAL_BATCH = 2 * 32
 STEPS_PER_EPOCH = 10
-# 6 epochs, of 640 images. The ranks ask each other within each, and print no line of a step.
+# 6 epochs of 640 images. Within each the ranks ask each other whether to stop; no step is printed.
 FLAGS = """
     --batch-size=32 --arch=lenet --epochs=6 --checkpoint-every=3 --log-interval=5 --log-seconds=1000
 """

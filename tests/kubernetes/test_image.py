@@ -159,7 +159,7 @@ def test_limits_of_a_container(image, tmp_path):
 
 
 def test_a_name_without_an_address(tmp_path):
-    """The doctor says so of the name where the pods are to meet."""
+    """The doctor names the host where the pods are to meet, if it does not resolve."""
     meeting = {"PET_RDZV_ENDPOINT": "ddp-0.invalid:29500"}
     shown = compute(f"python {ROOT}/scripts/doctor.py --dataset none", tmp_path, 1, **meeting)
     assert "the name ddp-0.invalid does not resolve" in shown

@@ -1,4 +1,4 @@
-"""kubernetes/trainjob.yaml: its pods are those of ddp.yaml, and what the runtime tells torchrun."""
+"""kubernetes/trainjob.yaml: pods like those of ddp.yaml; torchrun with the runtime's variables."""
 
 import signal
 

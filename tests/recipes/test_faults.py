@@ -71,7 +71,6 @@ def test_fault_of_one_rank(strategy, fault, tmp_path):
     assert place(good(tmp_path / "log"))[0] == 1
 
 
-# Under each launcher: test_stopped_rank in test_cluster_faults.py
 def test_a_rank_hangs(tmp_path):
     """The watchdogs end both ranks, and torchfrtrace names the one for which the other waited."""
     # The watchdog also sees the first step of an epoch.

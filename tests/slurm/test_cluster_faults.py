@@ -33,9 +33,9 @@ FLAGS = (
 TWO_NODES = "--nodes=2 --gpus-per-node=1 --cpus-per-task=1"
 URGENT = "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1' -o /dev/null"
 
-# A copy of a recipe waits in each step, from the epoch on that is in the file wait-from: the fault
-# comes while it waits, and the test decides when it goes on. It also goes on when a rank is told to
-# stop. That it waits is a file, as a line can be torn by what another rank prints.
+# A copy of a recipe waits in each step from the epoch in the file wait-from on: the fault comes
+# while it waits, and the test decides when it goes on. It also goes on when a rank is told to stop.
+# A file shows that a rank waits, as the output of another rank could tear a line apart.
 WAITS = """\
         from waiting import wait
 
@@ -60,7 +60,7 @@ def wait(run, rank):
 
 
 def wait_from(folder, epoch):
-    """Let the ranks of a job in `folder` wait from this epoch on, and go on until it."""
+    """Let the ranks of a job in `folder` train until this epoch, and wait from there on."""
     (folder / "new").write_text(str(epoch))
     (folder / "new").rename(folder / "wait-from")
 

@@ -115,7 +115,7 @@ def test_a_job_starts_and_is_told_to_stop(name, submit, cluster, stand_in):
     job.wait_for("^rank ", count=len(processes))
     log = job.log()
     assert said("^rank (.*?);", log) == processes
-    # Until it has handlers for them: else they would end it while it loads torch.
+    # A recipe ignores them until it has handlers, or they would end it while it loads torch.
     assert log.count("; ignores signals;") == len(processes)
     assert set(said("; threads (.*?);", log)) == {threads}
     if name.startswith("ddp"):
@@ -142,7 +142,7 @@ def test_a_job_starts_and_is_told_to_stop(name, submit, cluster, stand_in):
 
 @pytest.mark.parametrize("name", ["ddp_srun", "hvd mpirun", "hvd srun"])
 def test_a_rank_that_is_killed_ends_the_job(name, submit, stand_in):
-    """Also one that hears no signal. (Under torchrun: test_staged_environment.)"""
+    """Even if another rank hears no signal. (Under torchrun: test_staged_environment.)"""
     if name == "hvd mpirun":
         need(shutil.which("mpirun"), "Open MPI: apt-get install openmpi-bin")
     options, processes, _ = STARTS[name]
@@ -408,7 +408,7 @@ OVER_SSH = {
 def test_two_machines_without_slurm(name, cluster, tmp_path, stand_in):
     if name == "horovodrun.sh":
         need_horovod("mpi")
-    if name == "mpirun.sh":
+    if name.startswith("mpirun.sh"):
         need(shutil.which("mpirun"), "Open MPI: apt-get install openmpi-bin")
     link_repository(tmp_path)
     (tmp_path / "hosts").write_text(HOST_FILE)

@@ -1,7 +1,6 @@
 """Python imports this first in every process that a test starts (conftest.py).
 
-The tests start a thousand processes that load torch. Fewer garbage collections save each of them a
-second or two.
+Fewer garbage collections save each process that loads torch a second or two.
 """
 
 import atexit
