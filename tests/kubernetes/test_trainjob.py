@@ -31,12 +31,12 @@ def test_its_pods_are_those_of_ddp():
     of_ddp = documents("kubernetes/ddp.yaml", {})[-1]["spec"]["template"]["spec"]
     for name in ("terminationGracePeriodSeconds", "securityContext"):
         assert pod[name] == of_ddp[name]
-    for volume in pod["volumes"]:
-        assert volume in of_ddp["volumes"]
     (container,) = pod["containers"]
     (container_of_ddp,) = of_ddp["containers"]
-    for mount in container["volumeMounts"]:
-        assert mount in container_of_ddp["volumeMounts"]
+    # Only ddp.yaml's root is read-only, with a volume for /tmp.
+    assert pod["volumes"] == [v for v in of_ddp["volumes"] if v["name"] != "tmp"]
+    mounts = [mount for mount in container_of_ddp["volumeMounts"] if mount["name"] != "tmp"]
+    assert container["volumeMounts"] == mounts
     assert container["securityContext"].items() <= container_of_ddp["securityContext"].items()
     assert spec["trainer"]["resourcesPerNode"] == container_of_ddp["resources"]
     # The image's entry point, which `command` replaces.
