@@ -797,7 +797,7 @@ def verdict(status: int, bad: dict) -> str:
 def judge(mutant: Mutant, unfit: dict) -> tuple[str, float, str]:
     """Return what became of a mutant, after how many seconds, and what pytest printed.
 
-    Nothing is printed if its test does not pass without it, as `unfit` says, and so did not run.
+    If its test does not pass without it (see `unfit`), it does not run, and nothing was printed.
     """
     reason = why_not(mutant, unfit)
     if reason:

@@ -83,7 +83,7 @@ def test_nothing_is_left_in_the_folder_of_a_run_of_mp_spawn(tmp_path):
 
 
 def test_on_another_machine(tmp_path):
-    """A process there cannot be looked at, but its file stays as it is if it died."""
+    """A process there cannot be looked at, but once it has died its file no longer changes."""
     here = slow(tmp_path / "copy")
     there = ForkedJob(slow(tmp_path / "other", "there"), tmp_path)
     there.wait_for("epoch 2/")

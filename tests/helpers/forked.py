@@ -110,7 +110,7 @@ def run_ranks(words, ranks):
     processes = [Rank(target=be_rank, args=(words, {**os.environ, **rank})) for rank in ranks]
     for process in processes:
         process.start()
-    # None of them ends another.
+    # Unlike a launcher, this ends no rank because another has failed.
     sys.exit(max(abs(process.wait()) for process in processes))
 
 
@@ -154,7 +154,7 @@ def reset_signals():
 
 def run_script(words):
     """In a forked process: run a script as `python` would."""
-    # A launched process: the tests that it runs within are not to be seen (plain_exits looks).
+    # With a parent plain_exits() does not look for code around the script, which is of the tests.
     multiprocessing.process._parent_process = types.SimpleNamespace(pid=os.getppid())
     set_threads = functools.partial(torch.set_num_threads, int(os.environ["OMP_NUM_THREADS"]))
     set_threads()  # OpenMP read its variable when torch was imported
@@ -199,7 +199,7 @@ def be_command(words, cwd, environment, printed, agent, disk):
     os.setsid()
     # A background job ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # What it has inherited is no work for its garbage collections.
+    # Its garbage collections need not look at what it has inherited.
     gc.freeze()
     with open(printed, "a") as file:
         os.dup2(file.fileno(), 1)

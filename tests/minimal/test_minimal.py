@@ -38,7 +38,7 @@ def name_of(path):
     return path.name
 
 
-# The files of MNIST, with the lengths of their heads and of an item.
+# The files of MNIST, with the lengths of their headers and of an item.
 PARTS = {"images-idx3-ubyte": (16, 28 * 28), "labels-idx1-ubyte": (8, 1)}
 
 
@@ -46,7 +46,7 @@ PARTS = {"images-idx3-ubyte": (16, 28 * 28), "labels-idx1-ubyte": (8, 1)}
 def mnist(real_data, tmp_path_factory):
     """A function that gives a folder with the first images of MNIST.
 
-    It has so many to train on, and 301 to test on, which two processes do not divide.
+    It takes the number of those to train on. Two processes cannot halve the 301 to test on.
     """
     whole = real_data("mnist") / "MNIST" / "raw"
 
@@ -107,7 +107,7 @@ def train(command, data, cwd, **environment):
     if "hvd.py" in command:
         need_horovod(command)
     cwd.mkdir(exist_ok=True)
-    # Several tests at a time.
+    # Each test has a port of its own.
     environment["MASTER_PORT"] = str(free_port())
     printed = compute(f"{command} --data-dir {data}", cwd, **environment)
     accuracies = re.findall(r"^epoch \d+: accuracy (\d+\.\d\d)%$", printed, re.MULTILINE)
@@ -157,7 +157,7 @@ def starts():
     for path in FILES:
         if path.name == "apex_amp.py":
             continue
-        # The other command of hvd.py differs in the library below.
+        # hvd.py's command without --gloo differs only in what Horovod communicates with.
         lines = [line for line in commands(path) if not line.startswith("horovodrun -np")]
         together = [line for line in lines if "-n 2" in line]
         groups = [[line] for line in lines if line not in together]
@@ -267,7 +267,7 @@ def test_amp_on_a_pretended_gpu(more, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_apex_on_a_pretended_gpu(processes, apex, more, tmp_path):
-    """It learns what ddp_spawn.py learns in fp32, but for what fp16 rounds."""
+    """It learns, and its weights are in fp32."""
     command = f"{command_of('apex_amp', processes)} {TWO}"
     environment = {"PRETENDED_GPUS": str(processes), "PYTHONPATH": apex}
     weights, accuracies = train(command, more, tmp_path, **environment)

@@ -177,7 +177,7 @@ def test_each_process_sees_one_gpu(tmp_path):
     assert "world size 2 | cuda (pretended GPU)" in printed
 
 
-# Launches in a step between two log intervals, on one process or GPU and on two, with torch 2.14.
+# Launches in a step between two log intervals, on one process (single.py) or two, with torch 2.14.
 # Those of Horovod itself are not counted. (CIFAR-10's images are cropped on the GPU.)
 LAUNCHES = {
     "mnist/single.py": 40,

@@ -23,8 +23,8 @@ from launch import (
 from recipes import RECIPES, ROOT, changed_copy, commands, name_of
 
 MPIRUN = "mpirun -np 2 --bind-to none --map-by slot"
-# Each launcher once as a user starts it, and (processes that load the recipe, ranks of them). The
-# other commands are forked: a forked process has more modules than a recipe imports.
+# These start as a user starts them: how many processes load the recipe, and how many are ranks. The
+# other commands are forked, although a forked process has more modules than a recipe imports.
 REAL = {
     "python mnist/single.py": (1, 0),
     # The one that starts the ranks ends as Python does.
@@ -72,7 +72,7 @@ def apex_there():
 
 
 def test_every_recipe_names_a_command():
-    assert len(RECIPES) >= 21
+    assert len(RECIPES) >= 24
     for recipe in RECIPES:
         assert commands(recipe), f"{name_of(recipe)} does not say how to start it"
         assert all(name_of(recipe) in line for line in commands(recipe))
@@ -86,7 +86,7 @@ def trained(group, start, cwd, log_dir):
     port = str(free_port())
     jobs = []
     for line in group:
-        # Several tests at a time.
+        # Each test has a port of its own.
         line = line.replace("29500", port)
         line = re.sub(r"(torchrun|torch\.distributed\.launch) ", rf"\1 --master-port={port} ", line)
         jobs.append(start(f"{line} {FLAGS} --log-dir {log_dir}", cwd))

@@ -201,7 +201,7 @@ def test_last_checkpoint_damaged(two_epochs, tmp_path):
     assert last.with_name("last.pt.damaged").read_bytes() == content
 
 
-# Of the launcher.
+# What python and torchrun end with.
 STATUS = {"single": 0, "ddp_launch": 1}
 
 
@@ -376,7 +376,7 @@ def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     folder = in_float64(tmp_path, "mnist")
     code = tmp_path / "common" / "checkpoint.py"
     text = code.read_text()
-    # It says that it looks again, and does so often; where no copy comes, once.
+    # A file says that it looks again. It does so for long, or once if no copy will come.
     often = 5 if copied == "never" else 100_000
     for line, changed in (
         ("LOOK_AGAIN = 60", f"LOOK_AGAIN = {often}"),

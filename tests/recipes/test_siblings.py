@@ -1,6 +1,6 @@
 """The recipes are read in pairs: two of them differ in what distribution adds, and nothing else.
 
-Because of that most tests run one recipe of a kind, and not that of each data set.
+That is why most tests run one recipe of a kind, and not those of all data sets.
 """
 
 import ast
@@ -40,11 +40,11 @@ def words(lines):
     return Counter(re.findall(r"\w+", " ".join(lines)))
 
 
-@pytest.mark.parametrize("name", sorted(PAIRS))
+@pytest.mark.parametrize("name", sorted(NAMES - {"single.py"}))
 def test_the_diff_is_the_same_for_all_datasets(name):
     """ImageNet's recipes may word a line otherwise, for their own flags, but use what it uses."""
     cifar, imagenet, mnist = (changed_lines(folder, name) for folder in DATASETS)
-    assert cifar == mnist
+    assert cifar == mnist != set()
     there = {f"+{neutral(line.strip())}" for _, line in body(ROOT / "imagenet" / name)}
     removed = {line for line in mnist if line.startswith("-")}
     lacking = mnist - removed - there
@@ -63,7 +63,7 @@ def test_anatomy(recipe):
     assert [name for name in functions(recipe) if name in expected] == expected
 
 
-@pytest.mark.parametrize("name", sorted(PAIRS))
+@pytest.mark.parametrize("name", sorted(NAMES - {"single.py"}))
 def test_what_a_strategy_adds_has_its_reason(name):
     recipe = ROOT / "mnist" / name
     for _, new in changes(recipe, recipe.parent / PAIRS[name]):

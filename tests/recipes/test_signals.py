@@ -97,7 +97,7 @@ open("outlived", "w")
 
 @pytest.mark.parametrize("launcher", ["hvd_gloo", "hvd_mpi"])
 def test_ranks_end_with_horovodrun_and_mpirun(launcher, tmp_path):
-    """Killed. What a recipe calls for it needs no torch, which takes seconds to import."""
+    """When these are killed. The ranks call what a recipe calls, but import no torch."""
     need_horovod(launcher)
     (tmp_path / "hvd.py").write_text(RANK)
     job = Job(f"exec {strategies(2, tmp_path)[launcher]}", tmp_path)
@@ -162,7 +162,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path):
 
 
 def test_a_process_of_mp_spawn_whose_launcher_has_died_ends(monkeypatch):
-    """It looks at its start, when Linux cannot tell it any more."""
+    """It notices at its start: Linux only tells of deaths that are still to come."""
     died = SimpleNamespace(pid=-1)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: died)
     rank = os.fork()

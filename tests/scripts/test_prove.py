@@ -68,7 +68,7 @@ def test_a_right_script(command, proved):
     assert results["evaluated on one process"].startswith("same to rounding: val/loss, val/")
 
 
-# The check of each row, by the key of what it means.
+# The first column of each row, by its key in prove.MEANINGS.
 CHECKS = {
     "two runs": "two runs",
     "SIGKILL": "SIGKILL after step 7, resumed",
@@ -172,7 +172,7 @@ WRONG = [
                 "SIGTERM": r"\*\*differs\*\* from step 8: model.* of rank 0",
             },
         ),
-        # All ranks draw the same for the answer to one batch. The figures are none that one has.
+        # All ranks draw the same noise for one batch, but the figures are not those of one process.
         Fault(
             "noise in evaluation",
             STEP,
@@ -252,7 +252,7 @@ def test_a_script_that_ends_early(proved, tmp_path):
 
 
 def test_a_real_process(tmp_path, monkeypatch):
-    """It is watched by its PYTHONPATH, and not by the fork server."""
+    """It is watched because of its PYTHONPATH, without help from the fork server."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = [sys.executable, f"{ROOT}/mnist/single.py", *FLAGS.split()]
     proof = prove.Proof(command, steps=3, folder=tmp_path)

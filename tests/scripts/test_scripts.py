@@ -235,7 +235,7 @@ def test_pin(start, tmp_path):
 
 def test_horovod_from_another_file(tmp_path):
     (tmp_path / "other.tar.gz").write_text("another version")
-    # A Python that is content with all.
+    # `true` in place of Python: all that is asked of it succeeds.
     variables = {"HOROVOD_SDIST": "other.tar.gz", "PYTHON": "true"}
     shown = run(f"{ROOT}/scripts/install_horovod.sh", tmp_path, status=1, **variables)
     assert "other.tar.gz: FAILED" in shown

@@ -120,7 +120,7 @@ def test_cells_of_a_notebook(tmp_path):
 HOST = """
 import cProfile, multiprocessing, runpy, sys
 
-# As in a process that a launcher has started, and not a test.
+# As in a process that a launcher has started: plain_exits() looks for this code around it.
 multiprocessing.process._parent_process = None
 sys.argv = sys.argv[1:]
 profile = cProfile.Profile()
