@@ -14,3 +14,5 @@ def submit(cluster, tmp_path):
     yield submit
     for job in jobs:
         cluster.run(f"scancel {job.id}")
+    # A test that failed may have left node2 without them. (SLURM refuses to resume an idle node.)
+    cluster.run("ip link set link-node2 up; scontrol update nodename=node2 state=resume || true")
