@@ -151,9 +151,9 @@ def test_a_whole_checkpoint_is_that_of_ddp(tmp_path):
 
 def test_killed_in_a_sharded_save(tmp_path):
     """SIGKILL at two random moments of a run that always saves: it goes on each time."""
-    # 4 steps of 64 images in each epoch. The run that is killed never comes to its last one.
-    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=2 * 4)
-    command = f"{SHARDED} --synthetic 256 --epochs 3 -G 64"
+    # 4 steps of 32 images in each epoch. The run that is killed never comes to its last one.
+    copy = waiting_copy(tmp_path, "imagenet/fsdp.py", steps=5 * 4)
+    command = f"{SHARDED} --synthetic 128 --epochs 6 -G 32"
     killed = f"{command} --checkpoint-every 1 --resume auto --log-dir part"
     killed = killed.replace(f"{ROOT}/imagenet", str(copy))
     compute(f"{command} --log-dir undisturbed", cwd=tmp_path)

@@ -167,8 +167,10 @@ def test_a_process_of_mp_spawn_whose_launcher_has_died_ends(monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: died)
     rank = os.fork()
     if rank == 0:
-        parent.die_with_parent()
-        os._exit(0)
+        try:
+            parent.die_with_parent()
+        finally:
+            os._exit(0)
     _, status = os.waitpid(rank, 0)
     assert os.waitstatus_to_exitcode(status) == 1
 
