@@ -1,6 +1,9 @@
 """kubernetes/trainjob.yaml: pods like those of ddp.yaml; torchrun with the runtime's variables."""
 
+import os
+import re
 import signal
+import subprocess
 
 from forked import ForkedJob, compute
 from launch import assert_same, checkpoint, free_port
@@ -40,29 +43,42 @@ def test_its_pods_are_those_of_ddp():
     assert container["securityContext"].items() <= container_of_ddp["securityContext"].items()
     assert spec["trainer"]["resourcesPerNode"] == container_of_ddp["resources"]
     # The image's entry point, which `command` replaces.
-    assert spec["trainer"]["command"][:3] == ["tini", "--", "torchrun"]
+    assert spec["trainer"]["command"][:2] == ["tini", "--"]
+    names = {variable["name"] for variable in spec["trainer"]["env"]}
+    assert {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "POD_IP"} <= names
+
+
+def torchrun_of(spec, variables, folder):
+    """The torchrun that the shell of a pod executes."""
+    words = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in spec["command"]]
+    stub = folder / "torchrun"
+    stub.write_text('#!/bin/sh\necho torchrun "$@"\n')
+    stub.chmod(0o755)
+    environment = {**variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    # Without `tini --`.
+    done = subprocess.run(words[2:], env=environment, check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def test_an_evicted_pod(tmp_path):
     """It saves, and its successor joins the other: the weights of two local processes."""
-    spec = job()
+    spec = job()["trainer"]
     copy = with_gates(RECIPE, (15,), tmp_path)
-    command = (
-        " ".join(spec["trainer"]["command"]).replace("tini -- ", "").replace(RECIPE, str(copy))
-    )
     port = free_port()
 
     def start(rank):
         """Start the torchrun of a pod, with the variables of the runtime torch-distributed."""
-        return ForkedJob(
-            command,
-            tmp_path,
-            PET_NNODES=str(spec["trainer"]["numNodes"]),
-            PET_NPROC_PER_NODE=str(spec["trainer"]["numProcPerNode"]),
-            PET_NODE_RANK=str(rank),
-            PET_MASTER_ADDR="127.0.0.1",
-            PET_MASTER_PORT=str(port),
-        )
+        variables = {
+            "PET_NNODES": str(spec["numNodes"]),
+            "PET_NPROC_PER_NODE": str(spec["numProcPerNode"]),
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+            "POD_IP": "127.0.0.1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        command = torchrun_of(spec, variables, tmp_path).replace(RECIPE, str(copy))
+        return ForkedJob(command, tmp_path, **variables)
 
     first, second = start(0), start(1)
     for pod in (first, second):
