@@ -211,6 +211,7 @@ def be_command(words, cwd, environment, printed, agent, disk):
 
 
 def start_words(words, agent):
+    """Run a script, or be the launcher that runs its ranks."""
     if words[0] == "torchrun" and agent:
         run_torchrun(words[1:])
     elif words[0] == "torchrun":
