@@ -37,6 +37,13 @@ METADATA = Metadata(
 )
 
 
+def add_flags(parser):
+    """Add the flags of the data set and of its models."""
+    add = parser.add_argument
+    add("-a", "--model", "--arch", choices=MODELS, default="resnet18", help="the network")
+    data.add_flags(parser, "folder of CIFAR-10, which is downloaded if missing")
+
+
 def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
     """CIFAR-10: 50,000 training and 10,000 validation images, uint8 [3, 32, 32], with labels 0..9.
 

@@ -14,7 +14,7 @@ import torch
 from common import optimizers, untrusted
 from common.errors import InputError, RunError, brief, in_one_line
 from common.files import link_or_copy, replace, write_atomically, write_beside
-from common.ranks import all_same
+from common.ranks import World, all_same
 
 FORMAT = 5
 # Seconds for which ranks that see other checkpoints look again.
@@ -36,17 +36,14 @@ class Found:
     damaged: list[tuple[Path, str]] = field(default_factory=list)
     empty: Path | None = None  # the folder in which --resume auto found no checkpoint
 
-    def lines(self, position=None) -> list[str]:
-        """What to say of it: what was skipped, and where the run goes on, if it does."""
+    def lines(self, position) -> list[str]:
+        """What to say of it: what was skipped, and where the run resumes, if it does."""
         lines = [f"skipped {path}: {reason}" for path, reason in self.damaged]
         if self.path:
-            done = f"weights from {self.path}"
-            if position:
-                done = (
-                    f"resumed from {self.path} at epoch {position.epoch + 1}, "
-                    f"sample {position.samples}"
-                )
-            lines.append(f"{done} (saved by {self.saved['config'].get('saved_by')})")
+            lines.append(
+                f"resumed from {self.path} at epoch {position.epoch + 1}, "
+                f"sample {position.samples} (saved by {self.saved['config'].get('saved_by')})"
+            )
         if self.empty:
             lines.append(f"no checkpoint in {self.empty} yet: starting from the beginning")
         return lines
@@ -136,7 +133,7 @@ def exists(resume: str | None, folder: Path | None) -> bool:
     return resume is not None
 
 
-def find(resume: str, folder: Path | None, read=read) -> Found:
+def find(resume: str, folder: Path | None) -> Found:
     """Read the checkpoint that --resume means: a file, or the newest good one.
 
     "auto" means the newest in `folder`. A folder without one is right: the path is None.
@@ -170,7 +167,7 @@ def find(resume: str, folder: Path | None, read=read) -> Found:
     return Found(empty=folder)
 
 
-def find_the_same(resume: str, folder: Path | None, read, all_reduce, device) -> Found:
+def find_the_same(resume: str, folder: Path | None, world: World) -> Found:
     """find(), on all ranks the same file; raises InputError.
 
     The ranks look again for a minute, as long as NFS may hide a new file from a machine.
@@ -181,11 +178,11 @@ def find_the_same(resume: str, folder: Path | None, read, all_reduce, device) ->
         error = None
         found = Found()
         try:
-            found = find(resume, folder, read)
+            found = find(resume, folder)
         except InputError as raised:
             error = raised
         failed = error is not None
-        if all_same([found.fingerprint, failed], all_reduce, device):
+        if all_same([found.fingerprint, failed], world):
             if failed:
                 raise error
             return found
@@ -204,39 +201,19 @@ def resume(
     folder: Path | None,
     state: dict,
     config: dict,
-    may_change: frozenset | set = frozenset(),
-    optional: tuple = (),
-    all_reduce=None,
-    read=read,
-    damage=None,
+    may_change: set[str],
+    optional: set[str],
+    world: World,
 ) -> Found:
     """Load the checkpoint that --resume means, if any, into the objects of `state`.
 
     It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
-    that are `optional` may be missing in it. `all_reduce` sums a tensor over all ranks in place;
-    with it, all ranks have to see the same file. `damage(saved)` says what is wrong with files that
-    belong to it, to all ranks the same, and None of good ones. Raises InputError.
+    that are `optional` may be missing in it. All ranks of `world` have to see the same file.
+    Raises InputError.
     """
     if resume is None:
         return Found()
-    damaged = {}
-
-    def read_undamaged(path):
-        if path in damaged:
-            raise CorruptCheckpoint(damaged[path])
-        return read(path)
-
-    while True:
-        if all_reduce:
-            device = next(state["model"].parameters()).device
-            found = find_the_same(resume, folder, read_undamaged, all_reduce, device)
-        else:
-            found = find(resume, folder, read_undamaged)
-        reason = damage(found.saved) if damage and found.path else None
-        if reason is None:
-            break
-        # The one before it.
-        damaged[found.path] = reason
+    found = find_the_same(resume, folder, world) if world.all_reduce else find(resume, folder)
     if found.path:
         try:
             check_format(found.saved)
@@ -253,14 +230,12 @@ def check_format(saved: dict) -> None:
     """Raise InputError for a checkpoint of another version of this file."""
     if saved["format"] != FORMAT:
         raise InputError(f"it has format {saved['format']!r}, and this version reads {FORMAT}")
-    if "shards" in saved:
-        raise InputError("its tensors are in shards: use imagenet/fsdp.py or scripts/unshard.py")
     config = saved.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("saved_by", ""), str):
         raise InputError("it has no config")
 
 
-def check_config(saved: dict, config: dict, may_change: frozenset | set) -> None:
+def check_config(saved: dict, config: dict, may_change: set[str]) -> None:
     """Raise InputError if flags that both have differ, and are not of those that may."""
     differences = [
         f"{flag} {brief(saved[flag])} (and this run {value})"
@@ -271,7 +246,7 @@ def check_config(saved: dict, config: dict, may_change: frozenset | set) -> None
         raise InputError(f"it was saved with {', '.join(differences)}")
 
 
-def load(saved: dict, state: dict, optional: tuple = ()) -> None:
+def load(saved: dict, state: dict, optional: set[str]) -> None:
     """Load the dict `saved` into the objects of `state`; raises InputError if it does not fit."""
     for name, part in state.items():
         if name in optional and not saved.get(name):

@@ -8,8 +8,10 @@ from contextlib import suppress
 
 import torch
 
+from common import graph
 from common.errors import InputError
 from common.files import cache_folder
+from common.ranks import World
 
 # How torchrun, horovodrun, Open MPI, MPICH and srun call the number of processes on this machine.
 # One that srun has started may have started another, which counts.
@@ -21,6 +23,22 @@ LOCAL_SIZES = (
     # Such as 4(x2), on two machines.
     "SLURM_STEP_TASKS_PER_NODE",
 )
+
+
+def use(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+    """Pick, make current and tune the device of process `local_rank` of those on this machine.
+
+    --device, --deterministic and --cuda-graph say how. Raises InputError as pick() does.
+    """
+    device = pick(args.device, local_rank, local_world_size)
+    share_cores(local_world_size)
+    tune(device, args.deterministic)
+    if device.type != "cpu":
+        # What names no device, such as a seed or a process group, is for this one.
+        torch.accelerator.set_device_index(device.index)
+    if args.cuda_graph:
+        graph.prepare(args, device)
+    return device
 
 
 def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -98,6 +116,13 @@ def started_by_srun() -> bool:
     return "SLURM_STEP_TASKS_PER_NODE" in os.environ and not any(map(os.environ.get, others))
 
 
+def share_cores(local_world_size: int) -> None:
+    """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
+    # OpenMP ignores what is no number, and then each process would use all cores.
+    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
+
+
 def describe(device: torch.device) -> str:
     """Its type and name, for people."""
     name = (
@@ -144,17 +169,24 @@ def schedule_as_batch(libc: ctypes.CDLL) -> None:
         libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)
 
 
-def warn_if_slow(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """A line for the log if `device` is a CPU that has no units for this 16-bit type."""
+def warn_if_slow(world: World, dtype: torch.dtype) -> None:
+    """Say so if the device is a CPU that has no units for this 16-bit type."""
     # torch 2.8 does not say which units a CPU has.
-    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
-        return []
+    if world.device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+        return
     short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     # Such as avx512_bf16 and amx_bf16. Of other architectures torch may know none.
     units = {name: there for name, there in torch.cpu.get_capabilities().items() if short in name}
-    if not units or any(units.values()):
-        return []
-    return [f"this CPU has no {short} units ({', '.join(units)}): fp32 is faster on it"]
+    if units and not any(units.values()):
+        world.say(f"this CPU has no {short} units ({', '.join(units)}): fp32 is faster on it")
+
+
+def adapt(model: torch.nn.Module, args) -> None:
+    """Apply --channels-last and --compile to `model`, in place; raises InputError."""
+    if args.channels_last:
+        use_channels_last(model)
+    if args.compile:
+        compile_model(model)
 
 
 def use_channels_last(model: torch.nn.Module) -> None:

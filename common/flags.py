@@ -9,54 +9,6 @@ from pathlib import Path
 
 from common.errors import InputError
 
-# The flags that a run that goes on may change, under another launcher, too. run.Run compares all
-# others with those of the checkpoint.
-MAY_CHANGE = frozenset(
-    {
-        "accumulate",
-        "amp_dtype",
-        "batch_size",
-        "channels_last",
-        "checkpoint_every",
-        "comm_hook",
-        "compile",
-        "cuda_graph",
-        "data_dir",
-        "deterministic",
-        "device",
-        "dry_run",
-        "epochs",
-        "eval_every",
-        "evaluate",
-        "fp16_allreduce",
-        "global_batch_size",
-        "gpus",
-        "init_from",
-        "init_partial",
-        "loader",
-        "local_rank",
-        "log_dir",
-        "log_interval",
-        "log_seconds",
-        "lr",
-        "max_steps",
-        "nodes",
-        "nr",
-        "opt_level",
-        "param_dtype",
-        "profile",
-        "reshard",
-        "resume",
-        "saved_by",
-        "sharded_checkpoint",
-        "sync_bn",
-        "test_batch_size",
-        "timeout",
-        "use_adasum",
-        "workers",
-    }
-)
-
 # The flags of ddp_spawn.py, and of tutorials, that say which processes to start.
 OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
 
@@ -73,11 +25,28 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, which ends the recipe in one line.
 
+    What is trained, and how, are its flags; `task` is the name of that. A run that resumes needs
+    the same ones. The flags of add_run_group() may differ: they are about this run.
     A flag that takes a path refuses a URL.
     """
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, task: str = ""):
         super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
+        self.run_groups = {}
+        self.may_change = set()
+        if task:
+            self.set_defaults(task=task)
+
+    def add_run_group(self, title: str = "run"):
+        """Return add_argument() of a group of flags that may differ in a run that resumes."""
+        if title not in self.run_groups:
+            self.run_groups[title] = self.add_argument_group(title)
+
+        def add_argument(*names, **options):
+            action = self.run_groups[title].add_argument(*names, **options)
+            self.may_change.add(action.dest)
+
+        return add_argument
 
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
@@ -87,6 +56,7 @@ class Parser(argparse.ArgumentParser):
             if takes_path(action) and is_url(value):
                 name = "/".join(action.option_strings) or action.dest
                 self.error(f"{name} {value}: give a local path, as no URL is read or written")
+        parsed.may_change = self.may_change
         return parsed, rest
 
     def error(self, message: str):
@@ -164,14 +134,71 @@ def fraction(text: str) -> float:
     return value
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the device, the length of a run, its checkpoints and its output.
+def add_training_flags(
+    parser: Parser,
+    epochs: int,
+    batch_size: int,
+    lr: float | None,
+    test_batch_size: int = 1000,
+    warmup_epochs: float = 1,
+    momentum: float | None = 0.9,
+    weight_decay: float | None = 0,
+    scale_lr: str = "linear",
+) -> None:
+    """Add the flags of training, of a run, of its checkpoints and its output, with these defaults.
 
-    run.Run reads them.
+    devices, schedule, weights and run.Run read them. Without `lr`, the recipe sets it. With None,
+    there is no --momentum or no --weight-decay.
     """
-    add = parser.add_argument_group("run").add_argument
-    add("--device", default="auto", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
+    add = parser.add_argument
+    add(
+        "--warmup-epochs",
+        type=non_negative_float,
+        default=warmup_epochs,
+        help="epochs of a rising rate",
+    )
+    if momentum is not None:
+        add("--momentum", type=fraction, default=momentum, help="momentum of SGD")
+    if weight_decay is not None:
+        add(
+            "--weight-decay",
+            "--wd",
+            type=non_negative_float,
+            default=weight_decay,
+            help="weight decay",
+        )
+    add("--seed", type=seed, default=0, help="seed of weights, order of data, and dropout")
+    add = parser.add_run_group()
+    add("--epochs", type=positive_int, default=epochs, help="passes over the training data")
     add("--max-steps", type=positive_int, help="end the run after so many steps, not --epochs")
+    add("-b", "--batch-size", type=positive_int, default=batch_size, help="samples per process")
+    add(
+        "-G",
+        "--global-batch-size",
+        type=positive_int,
+        help="samples of all processes together; --lr is then the rate for them",
+    )
+    add(
+        "--test-batch-size",
+        type=positive_int,
+        default=test_batch_size,
+        help="batch size of evaluation",
+    )
+    by_model = "" if lr else "; if not given, by model"
+    add(
+        "--lr",
+        type=positive_float,
+        default=lr,
+        help=f"highest learning rate of one process{by_model}",
+    )
+    add(
+        "--scale-lr",
+        choices=("linear", "sqrt", "none"),
+        default=scale_lr,
+        help="how --lr grows with the number of processes",
+    )
+    add("--device", default="auto", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--eval-every", type=positive_int, metavar="STEPS", help="also evaluate within an epoch")
     add("--timeout", type=positive_int, default=600, help="end a step that takes so many seconds")
     add(
@@ -179,12 +206,14 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--deterministic", action="store_true", help="compute the same bits again; slower on a GPU")
     add("--profile", action="store_true", help="trace ten steps of rank 0, for ui.perfetto.dev")
-    add = parser.add_argument_group("checkpoints").add_argument
+    # torch.distributed.launch passes it.
+    add("--local-rank", type=int, help=argparse.SUPPRESS)
+    add = parser.add_run_group("checkpoints")
     add("--init-from", metavar="FILE", help="begin with weights: state_dict, safetensors, .pt")
     add("--init-partial", action="store_true", help="let --init-from leave out what does not fit")
-    add("--resume", metavar="FILE", help="go on from a checkpoint; auto: the newest in --log-dir")
+    add("--resume", metavar="FILE", help="resume from a checkpoint; auto: the newest in --log-dir")
     add("--checkpoint-every", type=positive_int, metavar="STEPS", help="also save within an epoch")
-    add = parser.add_argument_group("output").add_argument
+    add = parser.add_run_group("output")
     add("--log-dir", metavar="DIR", help="folder of the run; if not given, a new one in runs/")
     add("--log-interval", type=positive_int, metavar="STEPS", help="print a line every N steps")
     add(
@@ -193,3 +222,5 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="print no more than a line in N seconds; 10, or 0 with --log-interval",
     )
+    # Some recipes have flags for them.
+    parser.set_defaults(accumulate=1, channels_last=False, cuda_graph=False, evaluate=False)

@@ -27,6 +27,22 @@ def blocks(module: nn.Module):
             yield child
 
 
+def share_out(whole: nn.Module | None, model: nn.Module, device: torch.device) -> None:
+    """Give `model`, which is sharded and on the meta device, memory, and rank 0's `whole` model.
+
+    Each rank gets its shares of one weight after the other; other ranks have no `whole`.
+    """
+    model.to_empty(device=device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
+    # A state_dict has not all of them.
+    values = dict(whole.named_buffers()) if whole else {}
+    for name, buffer in model.named_buffers():
+        if whole:
+            buffer.copy_(values[name])
+        dist.broadcast(buffer, src=0)
+
+
 class WholeModel:
     """The state_dict of a sharded model, unsharded, on the CPU of rank 0; other ranks get none."""
 

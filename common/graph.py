@@ -8,10 +8,17 @@ from collections.abc import Callable
 import torch
 
 from common.errors import InputError
+from common.ranks import World
 
 # DDP looks at the times of its first ten steps, and waits for them. Before that it lays out its
 # buckets anew, cuDNN searches for the fastest algorithms, and the optimizer makes its momentum.
 WARM_UP = 11
+
+
+def add_flag(parser) -> None:
+    """Add --cuda-graph: devices.use() prepares for it, and Captured is it."""
+    add = parser.add_run_group()
+    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
 
 
 def prepare(args, device: torch.device) -> None:
@@ -22,10 +29,7 @@ def prepare(args, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise InputError(f"--cuda-graph needs a CUDA device, not {device.type}: leave it out")
-    given = vars(args)
-    if given.get("comm_hook"):
-        raise InputError("--cuda-graph does not go with --comm-hook: leave one of them out")
-    if given.get("accumulate", 1) > 1:
+    if args.accumulate > 1:
         raise InputError("--cuda-graph does not go with --accumulate: leave one of them out")
     torch.cuda.set_stream(torch.cuda.Stream(device))
 
@@ -44,25 +48,19 @@ class Captured:
     - Random numbers come from torch's generator of the device, which may be seeded between calls.
     - A line that waits for the GPU, as item() does, raises RuntimeError in the capture.
 
-    A batch of other shapes or dtypes runs without the graph, and `say` gets one line about it.
+    A batch of other shapes or dtypes runs without the graph, and a line says so.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., None],
-        device: torch.device,
-        *optimizers: torch.optim.Optimizer,
-        say: Callable[[str], None] = print,
-    ):
+    def __init__(self, step: Callable[..., None], world: World, *optimizers: torch.optim.Optimizer):
         self.step = step
+        self.world = world
         self.optimizers = optimizers
-        self.say = say
         self.warm_up_left = WARM_UP
         self.graph = None
         self.said = False
         self.numbers = [None] * len(self._groups())
         # A fused optimizer reads a rate as float32.
-        self.rates = [torch.zeros((), device=device) for _ in self.numbers]
+        self.rates = [torch.zeros((), device=world.device) for _ in self.numbers]
 
     def _groups(self):
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -118,7 +116,7 @@ class Captured:
         given = list(map(kind, batch))
         if given != expected and not self.said:
             self.said = True
-            self.say(f"runs without the CUDA graph of {expected}: a batch of {given}")
+            self.world.say(f"runs without the CUDA graph of {expected}: a batch of {given}")
         return given == expected
 
 

@@ -41,8 +41,8 @@ class Log:
     """The log of a run, in `folder` (None: it only prints).
 
     Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
-    under the same names, at the step of `position`. `unit` is what a sample is called. In training
-    it logs every `interval` steps (None: any), but no more than once in `seconds`.
+    under the same names, at the step of `position`. In training it logs every `interval` steps
+    (None: any), but no more than once in `seconds` (None: 10, or 0 with `interval`).
     On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
     TensorBoard cannot write to.
     """
@@ -51,8 +51,7 @@ class Log:
         self,
         folder: Path | None,
         position: Position,
-        unit: str = "samples",
-        seconds: float = 10,
+        seconds: float | None = None,
         interval: int | None = None,
         quiet: bool = False,
     ):
@@ -63,7 +62,8 @@ class Log:
             raise InputError(f"--log-dir {folder}: TensorBoard needs a name in UTF-8") from error
         self.position = position
         self.quiet = quiet
-        self.unit = unit
+        if seconds is None:
+            seconds = 0 if interval else 10
         self.seconds = seconds
         self.interval = interval
         self.writer = None
@@ -153,7 +153,7 @@ class Log:
         if self.quiet:
             return
         if not self.bar.disable:
-            self.bar.set_postfix(self._shown(figures), refresh=False)
+            self.bar.set_postfix_str(in_words(figures), refresh=False)
             self.bar.update(self.position.steps - self.bar.n)
         now = time.perf_counter()
         at_interval = self.interval is None or self.position.multiple_of(self.interval)
@@ -162,22 +162,18 @@ class Log:
         self.logged = now
         _, rate = self._seconds_and_rate()
         if self.bar.disable:
-            self._print_step(self._shown(figures), rate)
+            self._print_step(figures, rate)
         elif self.interval is not None:
             # Above the bar, as the line was asked for.
             with self.bar.external_write_mode(sys.stdout):
-                self._print_step(self._shown(figures), rate)
+                self._print_step(figures, rate)
         figures = {f"train/{name}": value for name, value in figures.items()}
-        self.write("step", {**figures, f"perf/{self.unit}_per_sec": rate, **memory()})
+        self.write("step", {**figures, "perf/samples_per_sec": rate, **memory()})
 
-    def _shown(self, figures):
-        return {name: f"{value:.4g}" for name, value in figures.items()}
-
-    def _print_step(self, shown, rate):
+    def _print_step(self, figures, rate):
         position = self.position
-        values = " ".join(f"{name} {value}" for name, value in shown.items())
-        parts = [f"step {position.steps}/{self.bar.total}: {values}"]
-        parts.append(f"{rate:,.0f} {self.unit}/s")
+        parts = [f"step {position.steps}/{self.bar.total}: {in_words(figures)}"]
+        parts.append(f"{rate:,.0f} samples/s")
         parts += [f"{gib:.1f} GiB" for gib in memory().values()]
         seconds = position.steps_left * position.sampler.global_batch / rate
         parts.append(f"{timedelta(seconds=round(seconds))} left")
@@ -190,13 +186,13 @@ class Log:
         self.bar.close()
         seconds, rate = self._seconds_and_rate()
         self.speed = {
-            f"perf/{self.unit}_per_sec": rate,
+            "perf/samples_per_sec": rate,
             "perf/data_wait": waited / seconds,
             "perf/seconds": seconds,
         }
 
-    def evaluation(self, line: str, train: dict, val: dict) -> None:
-        """Print `line` and the speed of training, and log the results `train` and `val`."""
+    def evaluation(self, train: dict, rates: dict, val: dict) -> None:
+        """Print and log the results `train` and `val`, the learning `rates`, and the speed."""
         if self.quiet:
             return
         epochs = f"epoch {self.position.epochs_done:.4g}"
@@ -204,12 +200,13 @@ class Log:
             epochs += f"/{self.position.epochs}"
         else:
             epochs += f", step {self.position.steps}/{self.position.max_steps}"
-        rate = self.speed[f"perf/{self.unit}_per_sec"]
+        rate = self.speed["perf/samples_per_sec"]
         data_wait = self.speed["perf/data_wait"]
         took = timedelta(seconds=round(time.monotonic() - self.started))
-        speed = f"{rate:,.0f} {self.unit}/s | {data_wait:.0%} data wait"
-        show(f"{epochs}: {line} | {speed} | after {took}")
-        figures = {f"train/{name}": value for name, value in train.items()}
+        speed = f"{rate:,.0f} samples/s | {data_wait:.0%} data wait"
+        results = f"train {in_words(train)} | val {in_words(val)}"
+        show(f"{epochs}: {results} | {speed} | after {took}")
+        figures = {f"train/{name}": value for name, value in (train | rates).items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
         self.write("evaluation", figures | self.speed)
 
@@ -254,6 +251,11 @@ class Log:
         where = f"epoch {self.position.epoch + 1}, sample {self.position.samples}"
         how = f": continue with --resume {self.folder / 'last.pt'}" if self.folder else ""
         show(f"stopped after a signal at {where}{how}")
+
+
+def in_words(figures: dict[str, float]) -> str:
+    """The figures with their names, such as "loss 0.1234 accuracy 0.9876"."""
+    return " ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 def memory() -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Metrics as named sums: added up per batch, summed over all ranks once, divided once."""
 
+import inspect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,13 +11,17 @@ from common.errors import RunError
 
 
 class Sums:
-    """Named float64 sums on `device`.
+    """Named float64 sums on `device`, and the averages that they are for.
 
-    Names alone are numbers; a keyword gives a shape, as in Sums(device, "loss", confusion=(9, 9)).
-    A checkpoint holds the sums over all ranks, which a resumed run adds to its own.
+    `averages` is a function of the sums, whose parameters name them: averages(loss, images) has
+    two. It returns {name: average}. Each sum is a number, unless a keyword gives a shape, as in
+    Sums(device, averages, confusion=(9, 9)). A checkpoint holds the sums over all ranks, which a
+    resumed run adds to its own.
     """
 
-    def __init__(self, device: torch.device, *names: str, **shapes: tuple[int, ...]):
+    def __init__(self, device: torch.device, averages: Callable, **shapes: tuple[int, ...]):
+        self.averages = averages
+        names = inspect.signature(averages).parameters
         self.shapes = {**dict.fromkeys(names, ()), **shapes}
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         # Apple's GPUs have no float64.
@@ -42,11 +47,17 @@ class Sums:
     def add(self, **amounts: torch.Tensor | float) -> None:
         """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
         for name, amount in amounts.items():
-            if isinstance(amount, torch.Tensor):
+            # A CUDA graph repeats what the device does, and no Python.
+            captured = self.own.is_cuda and torch.cuda.is_current_stream_capturing()
+            if captured or isinstance(amount, torch.Tensor):
                 self.own_parts[name].add_(amount)
             else:
                 # A number needs no operation on the device until total().
                 self.own_numbers[name] += amount
+
+    def result(self, all_reduce=None) -> dict:
+        """The averages over all ranks since the last reset; see total()."""
+        return self.averages(**self.total(all_reduce))
 
     def total(self, all_reduce=None) -> dict:
         """{name: sum over all ranks}, a float or a tensor on the CPU, since the last reset.
@@ -100,22 +111,14 @@ def in_order(values: torch.Tensor, indices: Iterable[int], length: int, all_redu
 
 
 class Best:
-    """The best value of a run so far: the highest, or with lowest=True the lowest."""
+    """The highest value of a run so far."""
 
-    def __init__(self, lowest: bool = False):
-        self.lowest = lowest
-        self.value = None
+    def __init__(self):
+        self.value = -math.inf
 
     def update(self, value: float) -> bool:
-        """Keep `value` if it is the best; return whether it is. NaN never is."""
-        if math.isnan(value):
-            better = False
-        elif self.value is None:
-            better = True
-        elif self.lowest:
-            better = value < self.value
-        else:
-            better = value > self.value
+        """Keep `value` if it is higher; return whether it is. NaN never is."""
+        better = value > self.value
         if better:
             self.value = value
         return better
@@ -124,5 +127,4 @@ class Best:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict) -> None:
-        value = state["value"]
-        self.value = None if value is None else float(value)
+        self.value = float(state["value"])

@@ -1,31 +1,53 @@
-"""Whether all ranks have the same: what they read separately can differ between machines."""
+"""This process among those that train together, and whether all of them have the same."""
 
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from common.errors import InputError
+from common.errors import InputError, show
+from common.process import launch
 
 
-def all_same(numbers: list[int], all_reduce, device: torch.device) -> bool:
-    """Whether `numbers`, below 2**32, are those of each other rank; all ranks make this call.
+@dataclass(frozen=True)
+class World:
+    """This process, number `rank` of the `size` that train together, with a `device` of its own.
 
-    `all_reduce` adds up a tensor over all ranks in place.
+    `all_reduce` adds up a tensor over all of them in place; a process alone has none. `strategy`
+    says in the log how they train. Raises InputError if a launcher started more of them.
     """
-    own = torch.tensor([1, *numbers], device=device)
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable | None = None
+    strategy: str = "one device"
+
+    def __post_init__(self):
+        launch.check_world_size(self.size)
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0."""
+        if self.rank == 0:
+            show(line)
+
+
+def all_same(numbers: list[int], world: World) -> bool:
+    """Whether `numbers`, below 2**32, are those of each other rank; all ranks make this call."""
+    own = torch.tensor([1, *numbers], device=world.device)
     total = own.clone()
-    all_reduce(total)
-    world_size = total[0]
-    differs = (own * world_size != total).any().long()
+    world.all_reduce(total)
+    differs = (own * world.size != total).any().long()
     # A rank whose number happens to be the mean sees no difference.
-    all_reduce(differs)
+    world.all_reduce(differs)
     return not differs
 
 
-def require_same(datasets: tuple[Dataset, ...], all_reduce, device: torch.device) -> None:
+def require_same(world: World, *datasets: Dataset) -> None:
     """Raise InputError unless all ranks have the same `datasets`."""
-    if not all_same([fingerprint(dataset) for dataset in datasets], all_reduce, device):
+    if not all_same([fingerprint(dataset) for dataset in datasets], world):
         raise InputError(
             "the data set is not the same on all ranks: bring the same files to all machines, "
             "where every rank may read them"

@@ -6,170 +6,211 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, devices, lease
-from common.flags import MAY_CHANGE
+from common import checkpoint, devices, lease, schedule
+from common.data import DataObject, to_device
+from common.errors import brief
 from common.log import Log, new_folder
-from common.metrics import Best
+from common.metrics import Best, Sums
+from common.position import Position, seed_step
 from common.process import launch, profiler
 from common.process.signals import StopSignal
 from common.process.watchdog import Watchdog, flight_recorder
+from common.ranks import World
 
 # Steps from a look at the loss, and at whether to stop, to the next.
-CHECK_EVERY = 10
+LOOK_EVERY = 10
 # Or seconds: a launcher waits 30 s and more after it asked a run to stop.
-CHECK_AFTER = 5
-# Python waits for the GPU at a check, and then the GPU for Python: that is to be a hundredth.
-CHECK_NOT_WITHIN = 0.02
+LOOK_AFTER = 5
+# Python waits for the GPU at a look, and then the GPU for Python: that is to be a hundredth.
+LOOK_NOT_WITHIN = 0.02
 
 
 class Run:
     """A run begins here: its folder is held, and the checkpoint of --resume is loaded into `state`.
 
-    `args` has the flags of flags.add_run_flags(), and `dataset`, the name of the task. `state` is a
-    dict of objects with state_dict and load_state_dict; "model" and "position" are two of them.
-    `strategy` and `lr` are for the log, and `unit` is what a sample is called there. All ranks make
-    this call: `all_reduce` adds up a tensor over all of them in place. Rank 0 alone writes.
+    `args` has the flags of flags.add_training_flags(). `state` is a dict of objects with state_dict
+    and load_state_dict; "model" is one of them. The position of the run, its `sums` and its best
+    result are added to it. `rates` sets the learning rates, as schedule.WarmupCosine does: it has
+    set(position), `peak` and `current`. The parts of `state` that are `optional` may be missing in
+    a checkpoint. All ranks of `world` make this call, and rank 0 alone writes.
     Raises InputError if the folder or the checkpoint does not fit this run.
     """
 
     def __init__(
         self,
         args,
+        world: World,
         state: dict,
-        device: torch.device,
-        strategy: str,
-        lr: float,
-        unit: str = "samples",
-        lines: Iterable[str] = (),
-        rank: int = 0,
-        world_size: int = 1,
-        all_reduce=None,
+        sums: Sums,
+        rates,
+        train: DataObject,
         optional: Iterable[str] = (),
-        may_change: Iterable[str] = (),
-        only_weights: bool = False,
-        read=checkpoint.read,
-        damage=None,
     ):
-        """`lines` are printed below the first line, which says what and where this run is.
-
-        The parts of `state` that are `optional` may be missing in the checkpoint. The flags in
-        `may_change` may differ from those in it. With `only_weights` it may be of any other run,
-        and nothing is written. `read` reads its file, and `damage` looks at those beside it, as in
-        checkpoint.resume.
-        """
-        self.state = state
-        self.position = state["position"]
-        self.device = device
-        self.all_reduce = all_reduce
-        self.saves = not (args.dry_run or only_weights)
-        self.writes = self.saves and rank == 0
-        self.folder = Path(args.log_dir or new_folder(args.dataset))
-        self.config = vars(args) | {"saved_by": f"{strategy}, world size {world_size}"}
+        self.args = args
+        self.world = world
+        self.sums = sums
+        self.rates = rates
+        self.position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
+        self.best = Best()
+        self.state = {**state, "position": self.position, "sums": sums, "best": self.best}
+        self.saves = not (args.dry_run or args.evaluate)
+        self.writes = self.saves and world.rank == 0
+        self.folder = Path(args.log_dir or new_folder(args.task))
+        # What is compared with a checkpoint, and what is only said of it.
+        self.config = {name: value for name, value in vars(args).items() if name != "may_change"}
+        self.facts = {
+            "saved_by": f"{world.strategy}, world size {world.size}",
+            "global_batch": train.sampler.global_batch,
+            "peak_lr": rates.peak,
+        }
         self.profile = args.profile and self.writes
-        log_folder = self.folder if self.writes else None
-        seconds = args.log_seconds
-        if seconds is None:
-            seconds = 0 if args.log_interval else 10
-        quiet = rank != 0
-        self.log = Log(log_folder, self.position, unit, seconds, args.log_interval, quiet)
-        # A function of the folder that saves parts of the state there, on all ranks, and returns
-        # what a checkpoint holds of them: for a state that no rank can hold as a whole.
-        self.save_shards = None
+        # Whether the run ends before its --epochs: after a signal, or with --dry-run.
+        self.ended = False
+        # Whether a step has begun, and not ended.
+        self.in_step = False
+        # Whether the present batch is the last one of its step.
+        self.ends_step = True
         self.stop = StopSignal()
-        self.log_interval = args.log_interval
-        self.checkpoint_every = args.checkpoint_every
+        self.log = Log(
+            self.folder if self.writes else None,
+            self.position,
+            args.log_seconds,
+            args.log_interval,
+            quiet=world.rank != 0,
+        )
         # Before the watchdog ends a rank, the rank writes its last collectives.
-        recorder = flight_recorder(args.log_dir, rank, world_size, device)
+        recorder = flight_recorder(args.log_dir, world)
         self.watchdog = Watchdog(args.timeout, before_end=recorder)
+        found = self._begin_or_resume(set(optional))
+        self.log.start(self.config | self.facts, [self._setup(), *self._lines(found)])
+        if self.position.over:
+            self.log.say("nothing left to do: the run has had its --epochs or --max-steps")
 
+    def _begin_or_resume(self, optional):
+        """Hold the folder, and load the checkpoint of --resume; return what was found."""
+        args = self.args
         if self.writes:
             # Before the checkpoint is read: another job may be writing it.
             lease.hold(self.folder)
         found = checkpoint.resume(
             args.resume,
             args.log_dir,
-            state,
-            {} if only_weights else self.config,
-            MAY_CHANGE | set(may_change),
-            # A checkpoint of an older version has no metadata.
-            {"metadata", *optional},
-            all_reduce,
-            read,
-            damage,
+            self.state,
+            self.config,
+            args.may_change,
+            optional,
+            self.world,
         )
         if self.writes:
             # Refuses a folder that holds another run.
             checkpoint.claim(self.folder, found)
+        return found
+
+    def _setup(self):
+        """A line that says what is trained, and how."""
+        world = self.world
         sampler = self.position.sampler
-        batch = f"batch {sampler.batch_size} per process, {sampler.global_batch} global"
-        place = f"world size {world_size} | {devices.describe(device)}"
-        setup = f"{args.dataset}: {strategy} | {place} | {batch} | lr {lr:g}"
-        found_lines = found.lines(None if only_weights else self.position)
-        if self.writes:
-            found_lines += self._warn_if_no_best()
-        self.log.start(self.config, [setup, *lines, *found_lines])
-        if self.position.over and not only_weights:
-            self.log.say("nothing left to do: the run has had its --epochs or --max-steps")
+        return (
+            f"{self.args.task}: {world.strategy} | world size {world.size} | "
+            f"{devices.describe(world.device)} | batch {sampler.batch_size} per process, "
+            f"{sampler.global_batch} global | lr {self.rates.peak:g}"
+        )
 
-    def _warn_if_no_best(self):
-        """A line for the log: a run that goes on in a new folder may never have a best.pt there."""
-        best = self.state.get("best")
-        if not isinstance(best, Best) or best.value is None or (self.folder / "best.pt").exists():
-            return []
-        return [f"best.pt comes with a result better than {best.value:.4g}, the best so far"]
+    def _lines(self, found):
+        """Where the run resumes, and what is different from what one might expect."""
+        lines = found.lines(self.position)
+        if found.path:
+            saved = found.saved["config"]
+            now = self.facts
+            then = {name: saved.get(name, now[name]) for name in now}
+            if (then["global_batch"], then["peak_lr"]) != (now["global_batch"], now["peak_lr"]):
+                batch, lr = brief(then["global_batch"]), brief(then["peak_lr"])
+                lines.append(
+                    f"it was saved with global batch {batch} and peak rate {lr}, and this run has "
+                    f"{now['global_batch']} and {now['peak_lr']}: -G {batch} --lr {lr} keeps them"
+                )
+        return lines + schedule.warn_if_short(self.args.warmup_epochs, self.position)
 
-    def batches(self, loader: Iterable) -> Iterator:
-        """Yield the batches of `loader`, for training: timed, and traced with --profile.
+    @property
+    def over(self) -> bool:
+        """Whether the run has come to its end, was told to stop, or was a --dry-run."""
+        return self.ended or self.position.over
+
+    def steps(self, train: DataObject) -> Iterator:
+        """Yield the batches up to the next evaluation, on the device: each is a step.
+
+        The order of the data, the rates and the random numbers of a step are functions of the seed
+        and of the position of the run, so a resume repeats them. After a step it is counted, and
+        every few steps the ranks add up their sums, agree whether one of them was told to stop,
+        log and save. With --accumulate a step has several batches, and `ends_step` is true in the
+        last one. A `break` would leave a step uncounted: leave the loop around this one instead.
 
         A step that takes longer than --timeout ends this process. So does SIGTERM until there is
         something to save, which is after the first step; from then on it asks the run to stop.
         """
-        batches = self.watchdog.watch(loader)
-        if self.profile:
-            self.profile = False
-            path = self.folder / f"trace-{self.position.steps}.json.gz"
-            batches = profiler.trace(batches, path)
-        self.log.begin()
-        self.checked_at = self.position.steps
-        self.checked_when = time.perf_counter()
-        try:
-            for batch in batches:
-                yield batch
-                self.stop.listen()
-        finally:
-            # Also where the loop is left before its end.
-            self.log.end(self.watchdog.waited)
-
-    def check_due(self) -> bool:
-        """Whether all ranks look at their loss now, and agree whether to stop. All get the same.
-
-        It is every CHECK_EVERY steps, and more often where these take longer than CHECK_AFTER
-        seconds. On a GPU those are left out that come CHECK_NOT_WITHIN seconds after another one.
-        With --log-interval it is at each line of the log. Before a save of --checkpoint-every, too;
-        then `save_due` is true.
-        """
+        self._refuse_break()
         position = self.position
-        steps = position.steps - self.checked_at
-        now = time.perf_counter()
-        seconds = now - self.checked_when
-        if self.all_reduce:
-            # The clocks of the ranks differ. They have agreed on this.
-            slow = steps * self.stop.seconds_per_step > CHECK_AFTER
-        else:
-            slow = seconds > CHECK_AFTER
-        on_gpu = self.device.type != "cpu"
-        too_soon = on_gpu and steps * self.stop.seconds_per_step < CHECK_NOT_WITHIN
-        if self.log_interval:
-            regular = position.multiple_of(self.log_interval)
-        else:
-            regular = position.multiple_of(CHECK_EVERY) and not too_soon
-        self.save_due = position.multiple_of(self.checkpoint_every)
-        if not (slow or self.save_due or regular):
-            return False
-        self.stop.seconds_per_step = seconds / steps
-        self.checked_at = position.steps
-        self.checked_when = now
-        return True
+        train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
+        self.looked_at = position.steps
+        self.looked_when = time.perf_counter()
+        self.log.begin()
+        try:
+            for number, batch in enumerate(self._watched(train.loader)):
+                batch = to_device(batch, self.world.device)
+                part = number % self.args.accumulate
+                self.ends_step = part == self.args.accumulate - 1
+                if part == 0:
+                    self.rates.set(position)
+                    seed_step(self.args.seed, position, self.world.device, self.world.rank)
+                self.in_step = True
+                yield batch
+                self.in_step = False
+                if not self.ends_step:
+                    continue
+                position.advance()
+                self.stop.listen()
+                if self._look_due():
+                    self.log.step(self._look() | {"lr": self.rates.current})
+                    if self.stop.agreed:
+                        break
+                    if self._save_due:
+                        self.save()
+                if self.args.dry_run:
+                    break
+        finally:
+            self.log.end(self.watchdog.waited)
+        # An evaluation may take long: what it follows is saved before it.
+        self.figures = self._look()
+        self.save()
+        if self.stop.agreed:
+            self.ended = True
+            self.log.stopped()
+            # The ranks that were not told themselves start again, without the node that was.
+            launch.leave_restart_to_torchrun(self.stop)
+
+    def batches(self, loader: Iterable) -> Iterator:
+        """Yield the batches of `loader`, for an evaluation, on the device; with --dry-run one.
+
+        A batch that takes longer than --timeout ends this process.
+        """
+        for batch in self.watchdog.watch(loader):
+            yield to_device(batch, self.world.device)
+            if self.args.dry_run:
+                break
+
+    def record(self, result: dict[str, float], best: float | None = None) -> None:
+        """Log and save an evaluation: its `result` by name.
+
+        `best` is a figure that is higher for a better result: the highest one so far is kept as
+        best.pt. None keeps none. If the epoch is over, the next one begins.
+        """
+        self._refuse_break()
+        self.position.record_evaluation()
+        self.sums.reset()
+        self.log.evaluation(self.figures, {"lr": self.rates.current}, result)
+        self.save(is_best=best is not None and self.best.update(best))
+        if self.args.dry_run:
+            self.ended = True
 
     def save(self, is_best: bool = False) -> None:
         """Save `state` in the folder; all ranks make this call, and wait until it is there."""
@@ -177,25 +218,70 @@ class Run:
         self.watchdog.cancel()
         if not self.saves:
             return
-        parts = self.save_shards(self.folder) if self.save_shards else {}
-        for name, part in self.state.items():
-            if name not in parts:
-                # On all ranks, as each may have a share of it.
-                parts[name] = part.state_dict()
+        # On all ranks, as each may have a share of it.
+        parts = {name: part.state_dict() for name, part in self.state.items()}
         if self.writes:
-            checkpoint.save(self.folder, parts, self.config, is_best)
-        if self.all_reduce:
+            checkpoint.save(self.folder, parts, self.config | self.facts, is_best)
+        if self.world.all_reduce:
             # Else the others wait in their next step, and the watchdog takes that for a hang.
-            nothing = torch.zeros(1, device=self.device)
-            self.all_reduce(nothing)
+            nothing = torch.zeros(1, device=self.world.device)
+            self.world.all_reduce(nothing)
             # Waits for it, also with NCCL.
             nothing.item()
 
-    def leave(self) -> None:
-        """Say where the run stopped after a signal.
+    def _refuse_break(self):
+        if self.in_step:
+            raise RuntimeError(
+                "a `break` left run.steps() within a step, which is not counted: "
+                "leave the loop around it after run.record()"
+            )
 
-        With torchrun --max-restarts the ranks that were not told themselves start again, without
-        the node that was.
+    def _watched(self, loader):
+        """Its batches, timed, and the first ones traced with --profile."""
+        batches = self.watchdog.watch(loader)
+        if self.profile:
+            self.profile = False
+            path = self.folder / f"trace-{self.position.steps}.json.gz"
+            return profiler.trace(batches, path)
+        return batches
+
+    def _look(self):
+        """The averages of training so far, over all ranks.
+
+        The same message says whether one of them got SIGTERM or SIGUSR1, so that all stop after
+        the same step; else they would wait for each other.
         """
-        self.log.stopped()
-        launch.leave_restart_to_torchrun(self.stop)
+        return self.sums.result(self.stop.carried_by(self.world.all_reduce))
+
+    def _look_due(self):
+        """Whether all ranks look at their figures now: the same on each.
+
+        It is every LOOK_EVERY steps, and more often where these take longer than LOOK_AFTER
+        seconds. On a GPU those are left out that come LOOK_NOT_WITHIN seconds after another one.
+        With --log-interval it is at each line of the log. Before a save of --checkpoint-every, too.
+        """
+        position = self.position
+        steps = position.steps - self.looked_at
+        now = time.perf_counter()
+        seconds = now - self.looked_when
+        if self.world.all_reduce:
+            # The clocks of the ranks differ. They have agreed on this.
+            slow = steps * self.stop.seconds_per_step > LOOK_AFTER
+        else:
+            slow = seconds > LOOK_AFTER
+        on_gpu = self.world.device.type != "cpu"
+        too_soon = on_gpu and steps * self.stop.seconds_per_step < LOOK_NOT_WITHIN
+        if self.args.log_interval:
+            regular = position.multiple_of(self.args.log_interval)
+        else:
+            regular = position.multiple_of(LOOK_EVERY) and not too_soon
+        if not (slow or self._save_due or regular):
+            return False
+        self.stop.seconds_per_step = seconds / steps
+        self.looked_at = position.steps
+        self.looked_when = now
+        return True
+
+    @property
+    def _save_due(self):
+        return self.position.multiple_of(self.args.checkpoint_every)

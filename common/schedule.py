@@ -8,51 +8,57 @@ from common.errors import InputError
 from common.position import Position
 
 
-def per_process(batch_size: int, global_batch_size: int | None, parts: int = 1) -> int:
-    """The samples of one process and pass: `batch_size`, or a share of `global_batch_size`.
+def batch_size(args, world_size: int = 1) -> int:
+    """The samples of a batch: --batch-size, or a process's share of --global-batch-size.
 
-    `parts` is the number of processes times the accumulated passes of a step.
-    Raises InputError if they cannot share it equally.
+    A step may --accumulate several batches. Raises InputError if they cannot share it equally.
     """
-    if global_batch_size is None:
-        return batch_size
-    if global_batch_size % parts:
+    if args.global_batch_size is None:
+        return args.batch_size
+    batches = world_size * args.accumulate
+    if args.global_batch_size % batches:
         raise InputError(
-            f"--global-batch-size {global_batch_size}: take a multiple of {parts} "
+            f"--global-batch-size {args.global_batch_size}: take a multiple of {batches} "
             "(processes x --accumulate)"
         )
-    return global_batch_size // parts
+    return args.global_batch_size // batches
 
 
-def lr_factor(rule: str, processes: int, global_batch_size: int | None = None) -> float:
-    """The factor for the rate of one process, as the batch is `processes` times larger.
+def peak_lr(args, processes: int = 1) -> float:
+    """The highest rate: --lr is that of one process, and `processes` have a larger batch.
 
-    `rule` is linear, sqrt or none (Goyal et al. 2017, arXiv:1706.02677). It is 1 if the rate is
-    for `global_batch_size`.
+    --scale-lr says how it grows (Goyal et al. 2017, arXiv:1706.02677). With --global-batch-size,
+    --lr is the rate for that batch.
     """
-    if global_batch_size is not None:
-        return 1
-    return {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}[rule]
+    if args.global_batch_size is not None:
+        return args.lr
+    return args.lr * {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}[args.scale_lr]
 
 
 class WarmupCosine:
-    """Sets the rate of each parameter group of `optimizer`, as a function of the position of a run.
+    """Sets the rates of each parameter group of `optimizers`, a function of the position of a run.
 
-    The present rate of a group is its highest. The rates rise linearly in `warmup_epochs`, that of
-    the first group from `start_lr`, and then fall along half a cosine to 0 at the end of the run.
+    The present rate of a group is its highest. In the first `warmup_epochs` the rates rise linearly
+    from nearly 0, and then they fall along half a cosine to 0 at the end of the run.
     """
 
-    def __init__(self, optimizer, warmup_epochs: float, start_lr: float):
-        self.optimizer = optimizer
-        self.peaks = [group["lr"] for group in optimizer.param_groups]
+    def __init__(self, warmup_epochs: float, *optimizers):
         self.warmup_epochs = warmup_epochs
-        self.start = start_lr / self.peaks[0]
+        self.optimizers = optimizers
+        self.peaks = [group["lr"] for group in self.groups]
+
+    @property
+    def groups(self) -> list[dict]:
+        """The parameter groups; a checkpoint that is loaded replaces those of its optimizer."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def factor(self, position: Position) -> float:
         """The factor of the highest rates, from 0 to 1, for the step at `position`."""
-        done = position.epochs_done
-        if done < self.warmup_epochs:
-            return self.start + (1 - self.start) * done / self.warmup_epochs
+        if position.epochs_done < self.warmup_epochs:
+            # At the end of the step: at its beginning, the rate of the first one would be 0.
+            sampler = position.sampler
+            done = position.epochs_done + sampler.global_batch / sampler.length
+            return min(1, done / self.warmup_epochs)
         share = position.share_done(after=self.warmup_epochs)
         return 0.5 * (1 + math.cos(math.pi * share))
 
@@ -64,22 +70,23 @@ class WarmupCosine:
     @property
     def current(self) -> float:
         """The present rate of the first group, for the log."""
-        return self.optimizer.param_groups[0]["lr"]
+        return self.groups[0]["lr"]
 
     def set(self, position: Position) -> None:
         """Set the rates for the step at `position`."""
         factor = self.factor(position)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+        for group, peak in zip(self.groups, self.peaks, strict=True):
             # In float32, as a CUDA graph has it: else its weights would differ.
             group["lr"] = float(np.float32(peak * factor))
 
-    def warn_if_short(self, position: Position) -> list[str]:
-        """A line for the log if the run at `position` ends before the rates fall."""
-        sampler = position.sampler
-        epochs = position.epochs_done + position.steps_left * sampler.global_batch / sampler.length
-        if epochs > self.warmup_epochs:
-            return []
-        return [
-            f"the rate only rises: --warmup-epochs {self.warmup_epochs:g} is not less than the "
-            f"{epochs:.3g} epochs of the run"
-        ]
+
+def warn_if_short(warmup_epochs: float, position: Position) -> list[str]:
+    """A line for the log if the run at `position` ends before its rates fall."""
+    sampler = position.sampler
+    epochs = position.epochs_done + position.steps_left * sampler.global_batch / sampler.length
+    if epochs > warmup_epochs:
+        return []
+    return [
+        f"the rate only rises: --warmup-epochs {warmup_epochs:g} is not less than the "
+        f"{epochs:.3g} epochs of the run"
+    ]

@@ -10,6 +10,7 @@ from common import checkpoint, untrusted
 from common.errors import InputError
 from common.metadata import Metadata
 from common.optimizers import is_plain
+from common.ranks import World
 
 # DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
 PREFIXES = ("module.", "_orig_mod.")
@@ -115,16 +116,16 @@ def is_state_dict(saved) -> bool:
     )
 
 
-def init_from(args, model: torch.nn.Module, metadata: Metadata) -> list[str]:
-    """Load the weights of --init-from, if any, into `model`; return lines that say what it did.
+def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) -> None:
+    """Load the weights of --init-from, if any, into `model`, and say so.
 
     With --init-partial, weights that one of both lacks, or that have another shape, are left out,
-    and the line names them. Otherwise they raise InputError. A run that goes on from a checkpoint
-    has its weights there, and the file may be gone. `metadata` is that of the run.
+    and the line names them. Otherwise they raise InputError. A run that resumes has its weights in
+    the checkpoint, and the file may be gone. `metadata` is that of the run.
     """
     path = args.init_from
     if path is None or checkpoint.exists(args.resume, args.log_dir):
-        return []
+        return
     weights, metadata_of_file, part = read_weights(path)
     own = model.state_dict()
     weights = {
@@ -153,8 +154,9 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata) -> list[str]:
     line = f"weights from {path}{of_average}: {len(fitting)} of {len(own)} loaded"
     if left_out:
         line += f"; left out: {', '.join(left_out)}"
-    differences = metadata.differences(metadata_of_file)
-    return [line, *(f"weights from {path}: {each}" for each in differences)]
+    world.say(line)
+    for difference in metadata.differences(metadata_of_file):
+        world.say(f"weights from {path}: {difference}")
 
 
 def without_prefixes(name: str) -> str:

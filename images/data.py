@@ -4,7 +4,23 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
+from common import flags
 from common.errors import InputError
+
+
+def add_flags(parser: flags.Parser, files: str) -> None:
+    """Add the flags of a data set of images, of which --data-dir has the `files`."""
+    parser.add_argument(
+        "--synthetic",
+        nargs="?",
+        type=flags.positive_int,
+        const=10_000,
+        metavar="IMAGES",
+        help="train on generated images, 10000 if no number is given",
+    )
+    add = parser.add_run_group()
+    add("--data-dir", default="data", help=files)
+    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
 
 
 class Normalise:

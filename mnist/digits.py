@@ -23,6 +23,13 @@ METADATA = Metadata(
 )
 
 
+def add_flags(parser):
+    """Add the flags of the data set and of its models."""
+    add = parser.add_argument
+    add("-a", "--model", "--arch", choices=MODELS, default="convnet", help="the network")
+    data.add_flags(parser, "folder of MNIST, which is downloaded if missing")
+
+
 def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
     """MNIST: 60,000 training and 10,000 validation images, uint8 [1, 28, 28], with labels 0..9.
 

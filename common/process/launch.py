@@ -308,13 +308,6 @@ def group_timeout(seconds: float) -> timedelta:
     return timedelta(seconds=seconds, hours=1)
 
 
-def share_cores(local_world_size: int) -> None:
-    """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
-    # OpenMP ignores what is no number, and then each process would use all cores.
-    if not re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", "")):
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
-
-
 def leave_restart_to_torchrun(stop) -> None:
     """Under torchrun --max-restarts, end with status 1 a rank that was itself not told to stop.
 

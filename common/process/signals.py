@@ -93,8 +93,11 @@ class StopSignal:
         """`all_reduce`, in which each rank also tells the others whether it was asked to stop.
 
         `all_reduce` adds up a tensor over all ranks in place, and so does what this returns. Every
-        rank then has the same values of `agreed` and `seconds_per_step`.
+        rank then has the same values of `agreed` and `seconds_per_step`. A process alone has None.
         """
+        if all_reduce is None:
+            self.agreed = self.requested
+            return None
 
         def all_reduce_with_more(values: torch.Tensor) -> None:
             own = (float(self.requested), self.seconds_per_step, 1.0)

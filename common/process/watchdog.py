@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from common.ranks import World
+
 
 class Watchdog:
     """Ends this process if a batch, with its step, takes longer than `seconds`.
@@ -60,7 +62,7 @@ class Watchdog:
             self.timer = None
 
 
-def flight_recorder(folder: str | None, rank: int, world_size: int, device: torch.device):
+def flight_recorder(folder: str | None, world: World):
     """A function that writes what this rank communicated last to `folder`/collectives-RANK.
 
     `torchfrtrace` reads it. None unless TORCH_FR_BUFFER_SIZE is set, which lets torch record it.
@@ -70,12 +72,12 @@ def flight_recorder(folder: str | None, rank: int, world_size: int, device: torc
 
     def write():
         recorder = torch._C._distributed_c10d
-        dump = recorder._dump_fr_trace if device.type == "cpu" else recorder._dump_nccl_trace
+        dump = recorder._dump_fr_trace if world.device.type == "cpu" else recorder._dump_nccl_trace
         trace = pickle.loads(dump())
         # That of Gloo is not what torchfrtrace reads.
-        ranks = str(list(range(world_size)))
+        ranks = str(list(range(world.size)))
         trace["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
-        with open(Path(folder or ".", f"collectives-{rank}"), "wb") as file:
+        with open(Path(folder or ".", f"collectives-{world.rank}"), "wb") as file:
             pickle.dump(trace, file)
 
     return write
