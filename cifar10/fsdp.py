@@ -6,14 +6,16 @@
 Read it beside ddp_launch.py.
 """
 
-import argparse
-import math
 import sys
+from importlib import import_module
 from pathlib import Path
 
-# So that Python finds the modules beside this file, and common/ beside its folder.
-folder = Path(__file__).resolve().parent
-sys.path += [str(folder), str(folder.parent)]
+# common/ and images/ are those beside this folder, whatever else has these names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for package in ("common", "images"):
+    import_module(package)
+# Nothing else is looked for there: a queue.py would hide Python's own.
+del sys.path[0]
 
 import torch
 import torch.distributed as dist
@@ -24,56 +26,20 @@ from torch.utils.data import default_collate
 
 import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, schedule
-from common.data import DataObject, EpochSampler, TensorLoader, to_device
-from common.fsdp import WholeModel, WholeOptimizer, blocks
-from common.metrics import Best, Sums
-from common.position import Position, seed_step
+from common.data import DataObject, EpochSampler, TensorLoader
+from common.fsdp import WholeModel, WholeOptimizer, blocks, share_out
+from common.metrics import Sums
 from common.process import launch
-from common.ranks import require_same
+from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="cifar10")
-    add = parser.add_argument
-    add("--data-dir", default="data", help="folder of CIFAR-10, which is downloaded if missing")
-    add(
-        "--synthetic",
-        nargs="?",
-        type=flags.positive_int,
-        const=10_000,
-        metavar="IMAGES",
-        help="train on generated images, 10000 if no number is given",
-    )
-    add("-a", "--model", "--arch", choices=cifar.MODELS, default="resnet18", help="the network")
-    add("--epochs", type=flags.positive_int, default=30, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=128, help="images per process")
-    add(
-        "-G",
-        "--global-batch-size",
-        type=flags.positive_int,
-        help="images of all processes together; --lr is then the rate for them",
-    )
-    add("--test-batch-size", type=flags.positive_int, default=1000, help="batch size of evaluation")
-    add(
-        "--lr",
-        type=flags.positive_float,
-        help="learning rate of one process; if not given, by model",
-    )
-    add(
-        "--scale-lr",
-        choices=("linear", "sqrt", "none"),
-        default="linear",
-        help="how --lr grows with the number of processes",
-    )
-    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="epochs of a rising rate")
-    add("--momentum", type=flags.fraction, default=0.9, help="momentum of SGD")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=5e-4, help="weight decay")
-    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
+    parser = flags.Parser(__doc__, task="cifar10")
+    cifar.add_flags(parser)
+    flags.add_training_flags(parser, epochs=30, batch_size=128, lr=None, weight_decay=5e-4)
+    add = parser.add_run_group()
     # fsdp: of the gathered weights.
     add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="type of computation")
     # fsdp: one all-gather less, for more memory.
@@ -83,150 +49,82 @@ def parse_args():
         dest="reshard",
         help="keep the gathered weights until backward has used them",
     )
-    # dist: torch.distributed.launch passes it.
-    add("--local-rank", type=int, help=argparse.SUPPRESS)
-    flags.add_run_flags(parser)
     args = parser.parse_args()
     if args.lr is None:
         args.lr = cifar.LRS[args.model]
     return args
 
 
-def load_data(args, device, rank, world_size):
+def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed)
     # dist: all ranks share --global-batch-size.
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
+    batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
-    train_sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=args.seed)
+    train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
     # dist: each image once; torch's DistributedSampler repeats some, which count twice.
-    val_sampler = range(rank, len(val_set), world_size)
-    train_loader = cifar.CropFlipLoader(train_set, train_sampler, batch_size, device)
-    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, device)
+    val_sampler = range(world.rank, len(val_set), world.size)
+    train_loader = cifar.CropFlipLoader(train_set, train_sampler, batch_size, world.device)
+    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, world.device)
     train = DataObject(train_set, train_sampler, train_loader)
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-def averages(total):
-    """The mean loss (nats) and the accuracy."""
-    return {"loss": total["loss"] / total["images"], "accuracy": total["correct"] / total["images"]}
-
-
-def text(result):
-    return f"loss {result['loss']:.4f} acc {result['accuracy']:.2%}"
-
-
-def make_step(model, optimizer, sums):
-    """Return the function that trains on a batch: all that the device does in a step."""
-
-    def step(images, labels):
-        optimizer.zero_grad()
-        logits = model(cifar.normalise(images))
-        loss = F.cross_entropy(logits, labels)
-        loss.backward()
-        optimizer.step()
-        correct = (logits.argmax(1) == labels).sum()
-        sums.add(loss=loss.detach() * len(labels), correct=correct)
-
-    return step
+def averages(loss, correct, images):
+    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    return {"loss": loss / images, "accuracy": correct / images}
 
 
 # fsdp: not inference_mode, as gathered weights share their memory with those of training.
 @torch.no_grad()
-def evaluate(args, model, val, device, watchdog):
-    """Return the averages over the whole validation set, each sample once."""
+def evaluate(model, val, run):
+    """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    sums = Sums(device, "loss", "correct", "images")
-    for batch in watchdog.watch(val.loader):
-        images, labels = to_device(batch, device)
+    sums = Sums(run.world.device, averages)
+    batches = 0
+    for images, labels in run.batches(val.loader):
+        batches += 1
         logits = model(cifar.normalise(images))
         loss = F.cross_entropy(logits, labels)
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
-        if args.dry_run:
-            break
-    # fsdp: forward gathers weights on all ranks, so one that has fewer batches joins once more.
-    samples_at_once = args.test_batch_size * dist.get_world_size()
-    most = 1 if args.dry_run else math.ceil(len(val.dataset) / samples_at_once)
-    if len(val.loader) < most:
+    # fsdp: forward gathers weights on all ranks, so one that had fewer batches joins once more.
+    most = torch.tensor(batches, device=run.world.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if batches < most:
         images, _ = default_collate([val.dataset[0]])
-        model(cifar.normalise(images.to(device)))
+        model(cifar.normalise(images.to(run.world.device)))
     # dist: each rank evaluated only its share: sum over all, then divide once.
-    return averages(sums.total(dist.all_reduce))
-
-
-def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
-    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
-    position = run.position
-    # A new order in each epoch; a run that resumes within an epoch has the same order there.
-    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
-    for batch in run.batches(train.loader):
-        images, labels = to_device(batch, device)
-        # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position)
-        # dist: each rank draws its own dropout.
-        seed_step(args.seed, position, device, rank)
-        step(images, labels)
-        # Python counts this; the step is only what the device does.
-        sums.add(images=len(labels))
-        position.advance()
-        if run.check_due():
-            # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
-            figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
-            run.log.step(figures | {"lr": rates.current})
-            # dist: so all ranks stop after the same step; else they wait for each other.
-            if run.stop.agreed:
-                break
-            if run.save_due:
-                run.save()
-        if args.dry_run:
-            break
-    # dist: over all ranks, as above.
-    return averages(sums.total(run.stop.carried_by(dist.all_reduce)))
+    return sums.result(dist.all_reduce)
 
 
 def connect(args):
-    """Join the other processes; return the device of this one, its rank, and the world size."""
+    """Join the other processes; return this one among them."""
     # dist: torchrun says which process of this machine this is, and how many there are.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process.
-    device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device, args.deterministic)
-    if device.type != "cpu":
-        # dist: before the group is made, or every rank opens a context on GPU 0.
-        torch.accelerator.set_device_index(device.index)
+    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    device = devices.use(args, local_rank, local_world_size)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: over all machines.
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    launch.check_world_size(world_size)
-    return device, rank, world_size
+    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "FSDP, torchrun")
 
 
-def build(args, device, world_size):
-    """Return the model, its optimizer, and lines for the log."""
-    model = cifar.build(args.model).to(device)
-    lines = init_from(args, model, cifar.METADATA)
-    if args.channels_last:
-        devices.use_channels_last(model)
-    if args.compile:
-        devices.compile_model(model)
-    # fsdp: it refuses NHWC weights; the images stay NHWC.
-    model.to(memory_format=torch.contiguous_format)
+def shard(args, model, world):
+    """Let each rank have a share of each weight of `model`, which stays without memory."""
     # fsdp: else it takes the GPU, also with --device cpu.
-    mesh = dist.init_device_mesh(device.type, (world_size,))
+    mesh = dist.init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     root_policy = policy
     if args.param_dtype == "bf16":
         # fsdp: a CPU without 16-bit units computes right, but slowly.
-        lines += devices.warn_if_slow(device, torch.bfloat16)
+        devices.warn_if_slow(world, torch.bfloat16)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         # fsdp: logits in fp32, for the loss.
         root_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -237,77 +135,68 @@ def build(args, device, world_size):
     for block in blocks(model):
         # fsdp: each is gathered when forward and backward reach it, and then freed.
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
-    # fsdp: before the optimizer, which then has a share of each weight.
     fully_shard(model, mesh=mesh, mp_policy=root_policy)
-    # dist: the global batch is world_size times larger.
-    factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
-    peak_lr = args.lr * factor
-    # fsdp: foreach, as fused SGD takes no shards.
-    optimizer = torch.optim.SGD(
-        model.parameters(), peak_lr, args.momentum, weight_decay=args.weight_decay, foreach=True
-    )
-    return model, optimizer, lines
 
 
 def main():
     args = parse_args()
-    device, rank, world_size = connect(args)
-    train, val = load_data(args, device, rank, world_size)
+    world = connect(args)
+    train, val = load_data(args, world)
     # dist: else machines with different files would train on them in silence.
-    require_same((train.dataset, val.dataset), dist.all_reduce, device)
+    require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, device, world_size)
-    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
-    # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
-    lines += rates.warn_if_short(position)
-    sums = Sums(device, "loss", "correct", "images")
-    step = make_step(model, optimizer, sums)
-    best = Best()
+    # fsdp: whole only in rank 0's memory, for models that do not fit on a device.
+    whole = None
+    if world.rank == 0:
+        whole = cifar.build(args.model)
+        init_from(args, whole, cifar.METADATA, world)
+    # fsdp: on the meta device weights have no memory.
+    with torch.device("meta"):
+        model = cifar.build(args.model)
+    devices.adapt(model, args)
+    # fsdp: it refuses NHWC weights; the images stay NHWC.
+    model.to(memory_format=torch.contiguous_format)
+    # fsdp: before the optimizer, which then has a share of each weight.
+    shard(args, model, world)
+    # fsdp: each rank gets its shares of rank 0's weights.
+    share_out(whole, model, world.device)
+    # dist: the global batch is world.size times larger, and the rate with it.
+    lr = schedule.peak_lr(args, world.size)
+    # fsdp: foreach, as fused SGD takes no shards.
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, foreach=True
+    )
+    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # fsdp: whole in the checkpoint, so that any recipe can load it.
     state = {
-        # fsdp: whole in the checkpoint, so that any recipe can load it.
         "model": WholeModel(model),
         "optimizer": WholeOptimizer(optimizer),
-        "position": position,
-        "sums": sums,
-        "best": best,
-        # So that whoever gets the checkpoint knows what its outputs mean.
         "metadata": cifar.METADATA,
     }
     # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    run = Run(
-        args,
-        state,
-        device,
-        strategy="FSDP, torchrun",
-        lr=rates.peak,
-        unit="images",
-        lines=lines,
-        # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-        rank=rank,
-        world_size=world_size,
-        # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
-        all_reduce=dist.all_reduce,
-    )
-    while not position.over:
+    run = Run(args, world, state, sums, rates, train)
+
+    def step(images, labels):
+        optimizer.zero_grad()
+        logits = model(cifar.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        correct = (logits.argmax(1) == labels).sum()
+        sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
+
+    while not run.over:
         model.train()
-        train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)
-        # Before the evaluation, which may take long.
-        run.save()
-        if run.stop.agreed:
-            run.leave()
-            break
-        val_result = evaluate(args, model, val, device, run.watchdog)
-        # If the epoch is over, the next one begins.
-        position.record_evaluation()
-        sums.reset()
-        line = f"{text(train_result)} | val {text(val_result)}"
-        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
-        is_best = best.update(val_result["accuracy"])
-        run.save(is_best)
-        if args.dry_run:
-            break
+        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
+        # step are functions of the seed and the position of the run, so a resume repeats them.
+        for images, labels in run.steps(train):
+            step(images, labels)
+        # After SIGTERM the run is over: it has saved.
+        if not run.over:
+            result = evaluate(model, val, run)
+            run.record(result, best=result["accuracy"])
 
 
 if __name__ == "__main__":

@@ -6,96 +6,88 @@ Read every other recipe beside this one: diff cifar10/single.py cifar10/ddp_laun
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
-# So that Python finds the modules beside this file, and common/ beside its folder.
-folder = Path(__file__).resolve().parent
-sys.path += [str(folder), str(folder.parent)]
+# common/ and images/ are those beside this folder, whatever else has these names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for package in ("common", "images"):
+    import_module(package)
+# Nothing else is looked for there: a queue.py would hide Python's own.
+del sys.path[0]
 
 import torch
 import torch.nn.functional as F
 
 import cifar  # beside this file; scripts/take.py copies it
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, TensorLoader, to_device
-from common.metrics import Best, Sums
-from common.position import Position, seed_step
+from common.data import DataObject, EpochSampler, TensorLoader
+from common.metrics import Sums
 from common.process import launch
+from common.ranks import World
 from common.run import Run
 from common.weights import init_from
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="cifar10")
-    add = parser.add_argument
-    add("--data-dir", default="data", help="folder of CIFAR-10, which is downloaded if missing")
-    add(
-        "--synthetic",
-        nargs="?",
-        type=flags.positive_int,
-        const=10_000,
-        metavar="IMAGES",
-        help="train on generated images, 10000 if no number is given",
-    )
-    add("-a", "--model", "--arch", choices=cifar.MODELS, default="resnet18", help="the network")
-    add("--epochs", type=flags.positive_int, default=30, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=128, help="images per process")
-    add(
-        "-G",
-        "--global-batch-size",
-        type=flags.positive_int,
-        help="images of all processes together; --lr is then the rate for them",
-    )
-    add("--test-batch-size", type=flags.positive_int, default=1000, help="batch size of evaluation")
-    add(
-        "--lr",
-        type=flags.positive_float,
-        help="learning rate of one process; if not given, by model",
-    )
-    add(
-        "--scale-lr",
-        choices=("linear", "sqrt", "none"),
-        default="linear",
-        help="how --lr grows with the number of processes",
-    )
-    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="epochs of a rising rate")
-    add("--momentum", type=flags.fraction, default=0.9, help="momentum of SGD")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=5e-4, help="weight decay")
-    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
-    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
-    flags.add_run_flags(parser)
+    parser = flags.Parser(__doc__, task="cifar10")
+    cifar.add_flags(parser)
+    flags.add_training_flags(parser, epochs=30, batch_size=128, lr=None, weight_decay=5e-4)
+    graph.add_flag(parser)
     args = parser.parse_args()
     if args.lr is None:
         args.lr = cifar.LRS[args.model]
     return args
 
 
-def load_data(args, device):
+def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed)
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size)
+    batch_size = schedule.batch_size(args)
     train_sampler = EpochSampler(len(train_set), batch_size, seed=args.seed)
     val_sampler = range(len(val_set))
-    train_loader = cifar.CropFlipLoader(train_set, train_sampler, batch_size, device)
-    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, device)
+    train_loader = cifar.CropFlipLoader(train_set, train_sampler, batch_size, world.device)
+    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, world.device)
     train = DataObject(train_set, train_sampler, train_loader)
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-def averages(total):
-    """The mean loss (nats) and the accuracy."""
-    return {"loss": total["loss"] / total["images"], "accuracy": total["correct"] / total["images"]}
+def averages(loss, correct, images):
+    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    return {"loss": loss / images, "accuracy": correct / images}
 
 
-def text(result):
-    return f"loss {result['loss']:.4f} acc {result['accuracy']:.2%}"
+@torch.inference_mode()
+def evaluate(model, val, run):
+    """Return the averages over the whole validation set, each image once."""
+    model.eval()
+    sums = Sums(run.world.device, averages)
+    for images, labels in run.batches(val.loader):
+        logits = model(cifar.normalise(images))
+        loss = F.cross_entropy(logits, labels)
+        correct = (logits.argmax(1) == labels).sum()
+        sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
+    return sums.result()
 
 
-def make_step(model, optimizer, sums):
-    """Return the function that trains on a batch: all that the device does in a step."""
+def main():
+    args = parse_args()
+    world = World(devices.use(args))
+    train, val = load_data(args, world)
+    torch.manual_seed(args.seed)
+    model = cifar.build(args.model).to(world.device)
+    init_from(args, model, cifar.METADATA, world)
+    devices.adapt(model, args)
+    lr = schedule.peak_lr(args)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
+    )
+    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    sums = Sums(world.device, averages)
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    state = {"model": model, "optimizer": optimizer, "metadata": cifar.METADATA}
+    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    run = Run(args, world, state, sums, rates, train)
 
     def step(images, labels):
         optimizer.zero_grad()
@@ -104,131 +96,20 @@ def make_step(model, optimizer, sums):
         loss.backward()
         optimizer.step()
         correct = (logits.argmax(1) == labels).sum()
-        sums.add(loss=loss.detach() * len(labels), correct=correct)
+        sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
 
-    return step
-
-
-@torch.inference_mode()
-def evaluate(args, model, val, device, watchdog):
-    """Return the averages over the whole validation set, each sample once."""
-    model.eval()
-    sums = Sums(device, "loss", "correct", "images")
-    for batch in watchdog.watch(val.loader):
-        images, labels = to_device(batch, device)
-        logits = model(cifar.normalise(images))
-        loss = F.cross_entropy(logits, labels)
-        correct = (logits.argmax(1) == labels).sum()
-        sums.add(loss=loss * len(labels), correct=correct, images=len(labels))
-        if args.dry_run:
-            break
-    return averages(sums.total())
-
-
-def train_to_evaluation(args, run, train, step, sums, rates, device):
-    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
-    position = run.position
-    # A new order in each epoch; a run that resumes within an epoch has the same order there.
-    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
-    for batch in run.batches(train.loader):
-        images, labels = to_device(batch, device)
-        # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position)
-        seed_step(args.seed, position, device)
-        step(images, labels)
-        # Python counts this; the step is only what the device does.
-        sums.add(images=len(labels))
-        position.advance()
-        if run.check_due():
-            figures = averages(sums.total())
-            run.log.step(figures | {"lr": rates.current})
-            # SIGTERM or SIGUSR1 came. main() saves.
-            if run.stop.requested:
-                break
-            if run.save_due:
-                run.save()
-        if args.dry_run:
-            break
-    return averages(sums.total())
-
-
-def build(args, device):
-    """Return the model, its optimizer, and lines for the log."""
-    model = cifar.build(args.model).to(device)
-    lines = init_from(args, model, cifar.METADATA)
-    if args.channels_last:
-        devices.use_channels_last(model)
-    if args.compile:
-        devices.compile_model(model)
-    peak_lr = args.lr
-    optimizer = torch.optim.SGD(
-        model.parameters(), peak_lr, args.momentum, weight_decay=args.weight_decay, fused=True
-    )
-    return model, optimizer, lines
-
-
-def main():
-    args = parse_args()
-    launch.check_world_size(1)
-    device = devices.pick(args.device)
-    devices.tune(device, args.deterministic)
-    if device.type != "cpu":
-        # What names no device, such as a seed, is for this one.
-        torch.accelerator.set_device_index(device.index)
     if args.cuda_graph:
-        # A capture needs a stream of its own, to which all that is built from here on belongs.
-        graph.prepare(args, device)
-    train, val = load_data(args, device)
-    torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, device)
-    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
-    # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
-    lines += rates.warn_if_short(position)
-    sums = Sums(device, "loss", "correct", "images")
-    step = make_step(model, optimizer, sums)
-    best = Best()
-    # A checkpoint holds the state of these objects, and the flags. Add your own.
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "position": position,
-        "sums": sums,
-        "best": best,
-        # So that whoever gets the checkpoint knows what its outputs mean.
-        "metadata": cifar.METADATA,
-    }
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    run = Run(
-        args,
-        state,
-        device,
-        strategy="one device",
-        lr=rates.peak,
-        unit="images",
-        lines=lines,
-    )
-    if args.cuda_graph:
-        # One launch per step, as a small model lets the GPU wait for Python.
-        step = graph.Captured(step, device, optimizer, say=run.log.say)
-    while not position.over:
+        step = graph.Captured(step, world, optimizer)
+    while not run.over:
         model.train()
-        train_result = train_to_evaluation(args, run, train, step, sums, rates, device)
-        # Before the evaluation, which may take long.
-        run.save()
-        if run.stop.requested:
-            run.leave()
-            break
-        val_result = evaluate(args, model, val, device, run.watchdog)
-        # If the epoch is over, the next one begins.
-        position.record_evaluation()
-        sums.reset()
-        line = f"{text(train_result)} | val {text(val_result)}"
-        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
-        is_best = best.update(val_result["accuracy"])
-        run.save(is_best)
-        if args.dry_run:
-            break
+        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
+        # step are functions of the seed and the position of the run, so a resume repeats them.
+        for images, labels in run.steps(train):
+            step(images, labels)
+        # After SIGTERM the run is over: it has saved.
+        if not run.over:
+            result = evaluate(model, val, run)
+            run.record(result, best=result["accuracy"])
 
 
 if __name__ == "__main__":

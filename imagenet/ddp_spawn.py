@@ -10,11 +10,15 @@ first. On one machine set CUDA_VISIBLE_DEVICES.
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
-# So that Python finds the modules beside this file, and common/ beside its folder.
-folder = Path(__file__).resolve().parent
-sys.path += [str(folder), str(folder.parent)]
+# common/ and images/ are those beside this folder, whatever else has these names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for package in ("common", "images"):
+    import_module(package)
+# Nothing else is looked for there: a queue.py would hide Python's own.
+del sys.path[0]
 
 import torch
 import torch.distributed as dist
@@ -26,254 +30,113 @@ from torch.nn.parallel import DistributedDataParallel
 import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, to_device
+from common.data import DataObject, EpochSampler
 from common.errors import InputError
-from common.metrics import Best, Sums
-from common.position import Position, seed_step
+from common.log import in_words
+from common.metrics import Sums
 from common.process import launch, spawn
-from common.ranks import require_same
+from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="imagenet")
-    add = parser.add_argument
-    add("--data-dir", default="data", help="folder with train/ and val/, or archives")
-    add(
-        "--synthetic",
-        nargs="?",
-        type=flags.positive_int,
-        const=10_000,
-        metavar="IMAGES",
-        help="train on generated images, 10000 if no number is given",
+    parser = flags.Parser(__doc__, task="imagenet")
+    jpegs.add_flags(parser)
+    networks.add_flags(parser)
+    flags.add_training_flags(
+        parser,
+        epochs=90,
+        batch_size=256,
+        lr=None,
+        test_batch_size=256,
+        warmup_epochs=5,
+        weight_decay=1e-4,
     )
-    add(
-        "-a",
-        "--model",
-        "--arch",
-        type=networks.known,
-        default="resnet50",
-        help="one of torchvision",
-    )
-    add("--epochs", type=flags.positive_int, default=90, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
-    add(
-        "-G",
-        "--global-batch-size",
-        type=flags.positive_int,
-        help="images of all processes together; --lr is then the rate for them",
-    )
-    add("--test-batch-size", type=flags.positive_int, default=256, help="batch size of evaluation")
-    add(
-        "--lr",
-        type=flags.positive_float,
-        help="learning rate of one process; if not given, by model",
-    )
-    add(
-        "--scale-lr",
-        choices=("linear", "sqrt", "none"),
-        default="linear",
-        help="how --lr grows with the number of processes",
-    )
-    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="epochs of a rising rate")
-    add("--momentum", type=flags.fraction, default=0.9, help="momentum of SGD")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="weight decay")
-    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
-    add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
-    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
-    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
+    graph.add_flag(parser)
+    add = parser.add_run_group()
     # dist: for small batches.
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes")
-    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
     # dist: how many processes there are, and which of them this machine starts.
     gpus = max(1, torch.accelerator.device_count())
     add("-n", "--nodes", type=flags.positive_int, default=1, help="number of machines")
     add("-g", "--gpus", type=flags.positive_int, default=gpus, help="processes on each machine")
     add("-nr", "--nr", type=flags.non_negative_int, default=0, help="number of this machine")
-    jpegs.add_flags(parser)
-    flags.add_run_flags(parser)
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
     if args.workers is None:
-        # dist: it starts the processes, and binds none of them to cores.
         args.workers = devices.cores_per_process(args.gpus)
     return args
 
 
-def load_data(args, device, rank, world_size):
+def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
+    for line in jpegs.origin(train_set, val_set):
+        world.say(line)
     # dist: all ranks share --global-batch-size.
-    batch_size = schedule.per_process(
-        args.batch_size, args.global_batch_size, world_size * args.accumulate
-    )
+    batch_size = schedule.batch_size(args, world.size)
+    # A step takes --accumulate batches.
+    per_step = batch_size * args.accumulate
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
-    train_sampler = EpochSampler(
-        len(train_set), batch_size * args.accumulate, rank, world_size, seed=args.seed
-    )
+    train_sampler = EpochSampler(len(train_set), per_step, world.rank, world.size, seed=args.seed)
     # dist: each image once; torch's DistributedSampler repeats some, which count twice.
-    val_sampler = range(rank, len(val_set), world_size)
-    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
-    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    val_sampler = range(world.rank, len(val_set), world.size)
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, world.device)
+    val_loader = jpegs.loader(
+        val_set, val_sampler, args.test_batch_size, args.workers, world.device
+    )
     train = DataObject(train_set, train_sampler, train_loader)
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-def averages(total):
-    """The mean loss (nats) and the accuracies."""
-    return {
-        "loss": total["loss"] / total["images"],
-        "accuracy": total["correct"] / total["images"],
-        "top5": total["correct5"] / total["images"],
-    }
-
-
-def text(result):
-    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
-    return f"loss {result['loss']:.4f} {accuracies}"
+def averages(loss, correct, correct5, images):
+    """The mean loss (nats) and the accuracies, of the sums over all images."""
+    return {"loss": loss / images, "accuracy": correct / images, "top5": correct5 / images}
 
 
 def add_to(sums, loss, logits, labels):
     """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
     hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
-    sums.add(loss=loss.detach() * len(labels), correct=hits[:, 0].sum(), correct5=hits.sum())
-
-
-def make_step(args, model, optimizer, sums):
-    """Return the function that trains on a batch: all that the device does in a step.
-
-    The last batch of --accumulate `ends_step`.
-    """
-
-    def step(images, labels, ends_step):
-        # dist: one all-reduce per step, as no_sync() does.
-        model.require_backward_grad_sync = ends_step
-        logits = model(jpegs.normalise(images))
-        loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
-        (loss / args.accumulate).backward()
-        add_to(sums, loss, logits, labels)
-        if ends_step:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+    count = len(labels)
+    sums.add(loss=loss * count, correct=hits[:, 0].sum(), correct5=hits.sum(), images=count)
 
 
 @torch.inference_mode()
-def evaluate(args, model, val, device, watchdog):
-    """Return the averages over the whole validation set, each sample once."""
+def evaluate(model, val, run):
+    """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    sums = Sums(device, "loss", "correct", "correct5", "images")
-    for batch in watchdog.watch(val.loader):
-        images, labels = to_device(batch, device)
+    sums = Sums(run.world.device, averages)
+    for images, labels in run.batches(val.loader):
         logits = model(jpegs.normalise(images))
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
-        sums.add(images=len(labels))
-        if args.dry_run:
-            break
     # dist: each rank evaluated only its share: sum over all, then divide once.
-    return averages(sums.total(dist.all_reduce))
-
-
-def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
-    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
-    position = run.position
-    # A new order in each epoch; a run that resumes within an epoch has the same order there.
-    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
-    for number, batch in enumerate(run.batches(train.loader)):
-        images, labels = to_device(batch, device)
-        part = number % args.accumulate
-        if part == 0:
-            # Data, rates and random numbers depend on seed and position: a resume repeats them.
-            rates.set(position)
-            # dist: each rank draws its own dropout.
-            seed_step(args.seed, position, device, rank)
-        ends_step = part == args.accumulate - 1
-        step(images, labels, ends_step)
-        # Python counts this; the step is only what the device does.
-        sums.add(images=len(labels))
-        if not ends_step:
-            continue
-        position.advance()
-        if run.check_due():
-            # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
-            figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
-            run.log.step(figures | {"lr": rates.current})
-            # dist: so all ranks stop after the same step; else they wait for each other.
-            if run.stop.agreed:
-                break
-            if run.save_due:
-                run.save()
-        if args.dry_run:
-            break
-    # dist: over all ranks, as above.
-    return averages(sums.total(run.stop.carried_by(dist.all_reduce)))
+    return sums.result(dist.all_reduce)
 
 
 def connect(local_rank, args):
-    """Join the other processes; return the device of this one, its rank, and the world size."""
+    """Join the other processes; return this one among them."""
     # dist: over all machines.
     rank = args.nr * args.gpus + local_rank
     world_size = args.nodes * args.gpus
     # dist: init_process_group reads them.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    # dist: one device per process.
-    device = devices.pick(args.device, local_rank, args.gpus)
-    # dist: else each process starts a thread per core.
-    launch.share_cores(args.gpus)
-    devices.tune(device, args.deterministic)
-    if device.type != "cpu":
-        # dist: before the group is made, or every rank opens a context on GPU 0.
-        torch.accelerator.set_device_index(device.index)
-    if args.cuda_graph:
-        # A capture needs a stream of its own, to which all that is built from here on belongs.
-        graph.prepare(args, device)
+    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    device = devices.use(args, local_rank, args.gpus)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    launch.check_world_size(world_size)
-    return device, rank, world_size
-
-
-def build(args, metadata, device, world_size):
-    """Return the model, its optimizer, and lines for the log."""
-    networks.check(args, device)
-    classes = len(metadata["classes"])
-    model = networks.build(args.model, args.image_size, classes).to(device)
-    if args.sync_bn:
-        # dist: statistics of the global batch.
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    lines = init_from(args, model, metadata)
-    if args.channels_last:
-        devices.use_channels_last(model)
-    if args.compile:
-        devices.compile_model(model)
-    # dist: the global batch is world_size times larger.
-    factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
-    peak_lr = args.lr * factor
-    optimizer = torch.optim.SGD(
-        networks.decay_groups(model, args.weight_decay), peak_lr, args.momentum, fused=True
-    )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
-    # It also copies rank 0's weights to all ranks.
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
-    # because torch 2.14 warns of the argument, and older ones lack its successor.
-    model.broadcast_buffers = False
-    return model, optimizer, lines
+    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    return World(device, rank, world_size, dist.all_reduce, "DDP, mp.spawn")
 
 
 # dist: mp.spawn calls it in each process, with the number of the process.
@@ -285,81 +148,69 @@ def start(local_rank, args):
 
 
 def main(local_rank, args):
-    device, rank, world_size = connect(local_rank, args)
-    train, val = load_data(args, device, rank, world_size)
+    world = connect(local_rank, args)
+    networks.check(args, world.device)
+    train, val = load_data(args, world)
     # dist: else machines with different files would train on them in silence.
-    require_same((train.dataset, val.dataset), dist.all_reduce, device)
+    require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
-    model, optimizer, lines = build(args, metadata, device, world_size)
-    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
-    # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
-    lines += rates.warn_if_short(position)
-    sums = Sums(device, "loss", "correct", "correct5", "images")
-    step = make_step(args, model, optimizer, sums)
-    best = Best()
-    # A checkpoint holds the state of these objects, and the flags. Add your own.
-    state = {
-        # dist: without its wrapper, so that any recipe can load it.
-        "model": model.module,
-        "optimizer": optimizer,
-        "position": position,
-        "sums": sums,
-        "best": best,
-        # So that whoever gets the checkpoint knows what its outputs mean.
-        "metadata": metadata,
-    }
-    if args.evaluate:
-        # Only the weights count, of whatever run.
-        state = {"model": state["model"], "position": position, "metadata": metadata}
-    lines += jpegs.origin(train.dataset, val.dataset)
-    if args.accumulate > 1:
-        batch_size = train.sampler.batch_size // args.accumulate
-        lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    run = Run(
-        args,
-        state,
-        device,
-        strategy="DDP, mp.spawn",
-        lr=rates.peak,
-        unit="images",
-        lines=lines,
-        only_weights=args.evaluate,
-        # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-        rank=rank,
-        world_size=world_size,
-        # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
-        all_reduce=dist.all_reduce,
+    classes = len(metadata["classes"])
+    model = networks.build(args.model, args.image_size, classes).to(world.device)
+    if args.sync_bn:
+        # dist: statistics of the global batch.
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    init_from(args, model, metadata, world)
+    devices.adapt(model, args)
+    # dist: the global batch is world.size times larger, and the rate with it.
+    lr = schedule.peak_lr(args, world.size)
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
+    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # It also copies rank 0's weights to all ranks.
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
+    # because torch 2.14 warns of the argument, and older ones lack its successor.
+    ddp_model.broadcast_buffers = False
+    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    sums = Sums(world.device, averages)
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    state = {"model": model, "optimizer": optimizer, "metadata": metadata}
+    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    run = Run(args, world, state, sums, rates, train)
     if args.evaluate:
-        # dist: without the wrapper, as below.
-        result = evaluate(args, model.module, val, device, run.watchdog)
-        run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        # The weights of --init-from.
+        result = evaluate(model, val, run)
+        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
         return
+
+    def step(images, labels):
+        # dist: one all-reduce per step, as no_sync() does.
+        ddp_model.require_backward_grad_sync = run.ends_step
+        # dist: through the wrapper; else no gradient is averaged.
+        logits = ddp_model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+        (loss / args.accumulate).backward()
+        add_to(sums, loss.detach(), logits, labels)
+        if run.ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
+
     if args.cuda_graph:
-        # One launch per step, as a small model lets the GPU wait for Python.
-        step = graph.Captured(step, device, optimizer, say=run.log.say)
-    while not position.over:
+        step = graph.Captured(step, world, optimizer)
+    while not run.over:
         model.train()
-        train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)
-        # Before the evaluation, which may take long.
-        run.save()
-        if run.stop.agreed:
-            run.leave()
-            break
-        # dist: without the wrapper, as a rank may have fewer batches than another.
-        val_result = evaluate(args, model.module, val, device, run.watchdog)
-        # If the epoch is over, the next one begins.
-        position.record_evaluation()
-        sums.reset()
-        line = f"{text(train_result)} | val {text(val_result)}"
-        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
-        is_best = best.update(val_result["accuracy"])
-        run.save(is_best)
-        if args.dry_run:
-            break
+        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
+        # step are functions of the seed and the position of the run, so a resume repeats them.
+        for images, labels in run.steps(train):
+            step(images, labels)
+        # After SIGTERM the run is over: it has saved.
+        if not run.over:
+            # dist: without the wrapper, as a rank may have fewer batches than another.
+            result = evaluate(model, val, run)
+            run.record(result, best=result["accuracy"])
 
 
 if __name__ == "__main__":

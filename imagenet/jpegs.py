@@ -28,16 +28,18 @@ normalise = data.Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 
 
 def add_flags(parser):
-    """Add the flags of reading images."""
-    add = parser.add_argument_group("images").add_argument
+    """Add the flags of the images."""
+    data.add_flags(parser, "folder with train/ and val/, or archives")
+    add = parser.add_argument
+    add("--image-size", type=flags.image_size, default=224, help="height and width in pixels")
+    add = parser.add_run_group()
+    add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")
     add(
         "-j",
         "--workers",
         type=flags.non_negative_int,
         help="loader workers of a process; if not given, one per core that it has",
     )
-    add("--loader", choices=LOADERS, default="pillow", help="nvimgcodec decodes only the crop")
-    add("--image-size", type=flags.image_size, default=224, help="height and width in pixels")
 
 
 def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str):

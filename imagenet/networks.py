@@ -6,6 +6,7 @@ import difflib
 import torch
 from torchvision import models as torchvision_models
 
+from common import flags
 from common.errors import InputError
 from images import models
 
@@ -35,14 +36,23 @@ def known(name):
     return name
 
 
+def add_flags(parser):
+    """Add the flags of the network and its training that only ImageNet has."""
+    add = parser.add_argument
+    add("-a", "--model", "--arch", type=known, default="resnet50", help="one of torchvision")
+    add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
+    add = parser.add_run_group()
+    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
+    add("--evaluate", action="store_true", help="only evaluate the weights of --init-from")
+    # Recipes on several devices have a flag for it.
+    parser.set_defaults(sync_bn=False)
+
+
 def check(args, device):
     """Raise InputError if the flags of ImageNet do not fit each other or the device."""
-    if args.evaluate and not args.resume:
-        raise InputError(
-            "--evaluate needs a checkpoint: --resume FILE, or --resume auto with the --log-dir "
-            "of a run"
-        )
-    if getattr(args, "sync_bn", False) and device.type == "cpu":
+    if args.evaluate and (args.resume or not args.init_from):
+        raise InputError("--evaluate needs weights: --init-from FILE, and no --resume")
+    if args.sync_bn and device.type == "cpu":
         raise InputError("--sync-bn: BatchNorm over all processes works on GPUs only")
 
 

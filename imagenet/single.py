@@ -6,11 +6,15 @@ Read every other recipe beside this one: diff imagenet/single.py imagenet/ddp_la
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
-# So that Python finds the modules beside this file, and common/ beside its folder.
-folder = Path(__file__).resolve().parent
-sys.path += [str(folder), str(folder.parent)]
+# common/ and images/ are those beside this folder, whatever else has these names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for package in ("common", "images"):
+    import_module(package)
+# Nothing else is looked for there: a queue.py would hide Python's own.
+del sys.path[0]
 
 import torch
 import torch.nn.functional as F
@@ -18,67 +22,29 @@ import torch.nn.functional as F
 import jpegs  # beside this file; scripts/take.py copies it
 import networks
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, to_device
-from common.metrics import Best, Sums
-from common.position import Position, seed_step
+from common.data import DataObject, EpochSampler
+from common.log import in_words
+from common.metrics import Sums
 from common.process import launch
+from common.ranks import World
 from common.run import Run
 from common.weights import init_from
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="imagenet")
-    add = parser.add_argument
-    add("--data-dir", default="data", help="folder with train/ and val/, or archives")
-    add(
-        "--synthetic",
-        nargs="?",
-        type=flags.positive_int,
-        const=10_000,
-        metavar="IMAGES",
-        help="train on generated images, 10000 if no number is given",
-    )
-    add(
-        "-a",
-        "--model",
-        "--arch",
-        type=networks.known,
-        default="resnet50",
-        help="one of torchvision",
-    )
-    add("--epochs", type=flags.positive_int, default=90, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=256, help="images per process")
-    add(
-        "-G",
-        "--global-batch-size",
-        type=flags.positive_int,
-        help="images of all processes together; --lr is then the rate for them",
-    )
-    add("--test-batch-size", type=flags.positive_int, default=256, help="batch size of evaluation")
-    add(
-        "--lr",
-        type=flags.positive_float,
-        help="learning rate of one process; if not given, by model",
-    )
-    add(
-        "--scale-lr",
-        choices=("linear", "sqrt", "none"),
-        default="linear",
-        help="how --lr grows with the number of processes",
-    )
-    add("--warmup-epochs", type=flags.non_negative_float, default=5, help="epochs of a rising rate")
-    add("--momentum", type=flags.fraction, default=0.9, help="momentum of SGD")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=1e-4, help="weight decay")
-    add("--channels-last", action="store_true", help="keep images and weights in NHWC order")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
-    add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
-    add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
-    add("--evaluate", action="store_true", help="only evaluate the checkpoint of --resume")
-    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
+    parser = flags.Parser(__doc__, task="imagenet")
     jpegs.add_flags(parser)
-    flags.add_run_flags(parser)
+    networks.add_flags(parser)
+    flags.add_training_flags(
+        parser,
+        epochs=90,
+        batch_size=256,
+        lr=None,
+        test_batch_size=256,
+        warmup_epochs=5,
+        weight_decay=1e-4,
+    )
+    graph.add_flag(parser)
     args = parser.parse_args()
     if args.lr is None:
         args.lr = networks.LRS[args.model]
@@ -87,198 +53,98 @@ def parse_args():
     return args
 
 
-def load_data(args, device):
+def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, args.accumulate)
-    train_sampler = EpochSampler(len(train_set), batch_size * args.accumulate, seed=args.seed)
+    for line in jpegs.origin(train_set, val_set):
+        world.say(line)
+    batch_size = schedule.batch_size(args)
+    # A step takes --accumulate batches.
+    per_step = batch_size * args.accumulate
+    train_sampler = EpochSampler(len(train_set), per_step, seed=args.seed)
     val_sampler = range(len(val_set))
-    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, device)
-    val_loader = jpegs.loader(val_set, val_sampler, args.test_batch_size, args.workers, device)
+    train_loader = jpegs.loader(train_set, train_sampler, batch_size, args.workers, world.device)
+    val_loader = jpegs.loader(
+        val_set, val_sampler, args.test_batch_size, args.workers, world.device
+    )
     train = DataObject(train_set, train_sampler, train_loader)
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-def averages(total):
-    """The mean loss (nats) and the accuracies."""
-    return {
-        "loss": total["loss"] / total["images"],
-        "accuracy": total["correct"] / total["images"],
-        "top5": total["correct5"] / total["images"],
-    }
-
-
-def text(result):
-    accuracies = f"acc {result['accuracy']:.2%} top-5 {result['top5']:.2%}"
-    return f"loss {result['loss']:.4f} {accuracies}"
+def averages(loss, correct, correct5, images):
+    """The mean loss (nats) and the accuracies, of the sums over all images."""
+    return {"loss": loss / images, "accuracy": correct / images, "top5": correct5 / images}
 
 
 def add_to(sums, loss, logits, labels):
     """Add a batch: its mean `loss` [], `logits` [batch, classes] and `labels` [batch]."""
     hits = logits.topk(min(5, logits.shape[1])).indices == labels.unsqueeze(1)
-    sums.add(loss=loss.detach() * len(labels), correct=hits[:, 0].sum(), correct5=hits.sum())
-
-
-def make_step(args, model, optimizer, sums):
-    """Return the function that trains on a batch: all that the device does in a step.
-
-    The last batch of --accumulate `ends_step`.
-    """
-
-    def step(images, labels, ends_step):
-        logits = model(jpegs.normalise(images))
-        loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
-        (loss / args.accumulate).backward()
-        add_to(sums, loss, logits, labels)
-        if ends_step:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+    count = len(labels)
+    sums.add(loss=loss * count, correct=hits[:, 0].sum(), correct5=hits.sum(), images=count)
 
 
 @torch.inference_mode()
-def evaluate(args, model, val, device, watchdog):
-    """Return the averages over the whole validation set, each sample once."""
+def evaluate(model, val, run):
+    """Return the averages over the whole validation set, each image once."""
     model.eval()
-    sums = Sums(device, "loss", "correct", "correct5", "images")
-    for batch in watchdog.watch(val.loader):
-        images, labels = to_device(batch, device)
+    sums = Sums(run.world.device, averages)
+    for images, labels in run.batches(val.loader):
         logits = model(jpegs.normalise(images))
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
-        sums.add(images=len(labels))
-        if args.dry_run:
-            break
-    return averages(sums.total())
-
-
-def train_to_evaluation(args, run, train, step, sums, rates, device):
-    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
-    position = run.position
-    # A new order in each epoch; a run that resumes within an epoch has the same order there.
-    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
-    for number, batch in enumerate(run.batches(train.loader)):
-        images, labels = to_device(batch, device)
-        part = number % args.accumulate
-        if part == 0:
-            # Data, rates and random numbers depend on seed and position: a resume repeats them.
-            rates.set(position)
-            seed_step(args.seed, position, device)
-        ends_step = part == args.accumulate - 1
-        step(images, labels, ends_step)
-        # Python counts this; the step is only what the device does.
-        sums.add(images=len(labels))
-        if not ends_step:
-            continue
-        position.advance()
-        if run.check_due():
-            figures = averages(sums.total())
-            run.log.step(figures | {"lr": rates.current})
-            # SIGTERM or SIGUSR1 came. main() saves.
-            if run.stop.requested:
-                break
-            if run.save_due:
-                run.save()
-        if args.dry_run:
-            break
-    return averages(sums.total())
-
-
-def build(args, metadata, device):
-    """Return the model, its optimizer, and lines for the log."""
-    networks.check(args, device)
-    classes = len(metadata["classes"])
-    model = networks.build(args.model, args.image_size, classes).to(device)
-    lines = init_from(args, model, metadata)
-    if args.channels_last:
-        devices.use_channels_last(model)
-    if args.compile:
-        devices.compile_model(model)
-    peak_lr = args.lr
-    optimizer = torch.optim.SGD(
-        networks.decay_groups(model, args.weight_decay), peak_lr, args.momentum, fused=True
-    )
-    return model, optimizer, lines
+    return sums.result()
 
 
 def main():
     args = parse_args()
-    launch.check_world_size(1)
-    device = devices.pick(args.device)
-    devices.tune(device, args.deterministic)
-    if device.type != "cpu":
-        # What names no device, such as a seed, is for this one.
-        torch.accelerator.set_device_index(device.index)
-    if args.cuda_graph:
-        # A capture needs a stream of its own, to which all that is built from here on belongs.
-        graph.prepare(args, device)
-    train, val = load_data(args, device)
+    world = World(devices.use(args))
+    networks.check(args, world.device)
+    train, val = load_data(args, world)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
-    model, optimizer, lines = build(args, metadata, device)
-    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
-    # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
-    lines += rates.warn_if_short(position)
-    sums = Sums(device, "loss", "correct", "correct5", "images")
-    step = make_step(args, model, optimizer, sums)
-    best = Best()
-    # A checkpoint holds the state of these objects, and the flags. Add your own.
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "position": position,
-        "sums": sums,
-        "best": best,
-        # So that whoever gets the checkpoint knows what its outputs mean.
-        "metadata": metadata,
-    }
-    if args.evaluate:
-        # Only the weights count, of whatever run.
-        state = {"model": state["model"], "position": position, "metadata": metadata}
-    lines += jpegs.origin(train.dataset, val.dataset)
-    if args.accumulate > 1:
-        batch_size = train.sampler.batch_size // args.accumulate
-        lines.append(f"each step accumulates {args.accumulate} batches of {batch_size} per process")
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    run = Run(
-        args,
-        state,
-        device,
-        strategy="one device",
-        lr=rates.peak,
-        unit="images",
-        lines=lines,
-        only_weights=args.evaluate,
+    classes = len(metadata["classes"])
+    model = networks.build(args.model, args.image_size, classes).to(world.device)
+    init_from(args, model, metadata, world)
+    devices.adapt(model, args)
+    lr = schedule.peak_lr(args)
+    optimizer = torch.optim.SGD(
+        networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
+    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    sums = Sums(world.device, averages)
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    state = {"model": model, "optimizer": optimizer, "metadata": metadata}
+    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    run = Run(args, world, state, sums, rates, train)
     if args.evaluate:
-        result = evaluate(args, model, val, device, run.watchdog)
-        run.log.say(f"{len(val.dataset):,} val images: {text(result)}")
+        # The weights of --init-from.
+        result = evaluate(model, val, run)
+        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
         return
+
+    def step(images, labels):
+        logits = model(jpegs.normalise(images))
+        loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+        (loss / args.accumulate).backward()
+        add_to(sums, loss.detach(), logits, labels)
+        if run.ends_step:
+            optimizer.step()
+            optimizer.zero_grad()
+
     if args.cuda_graph:
-        # One launch per step, as a small model lets the GPU wait for Python.
-        step = graph.Captured(step, device, optimizer, say=run.log.say)
-    while not position.over:
+        step = graph.Captured(step, world, optimizer)
+    while not run.over:
         model.train()
-        train_result = train_to_evaluation(args, run, train, step, sums, rates, device)
-        # Before the evaluation, which may take long.
-        run.save()
-        if run.stop.requested:
-            run.leave()
-            break
-        val_result = evaluate(args, model, val, device, run.watchdog)
-        # If the epoch is over, the next one begins.
-        position.record_evaluation()
-        sums.reset()
-        line = f"{text(train_result)} | val {text(val_result)}"
-        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
-        is_best = best.update(val_result["accuracy"])
-        run.save(is_best)
-        if args.dry_run:
-            break
+        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
+        # step are functions of the seed and the position of the run, so a resume repeats them.
+        for images, labels in run.steps(train):
+            step(images, labels)
+        # After SIGTERM the run is over: it has saved.
+        if not run.over:
+            result = evaluate(model, val, run)
+            run.record(result, best=result["accuracy"])
 
 
 if __name__ == "__main__":

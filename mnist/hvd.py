@@ -77,6 +77,25 @@ def autocast(args, device):
     return torch.autocast(device.type, AMP_DTYPES.get(args.amp_dtype), args.amp_dtype is not None)
 
 
+# dist: scaler.step(optimizer) alone looks for overflows before the gradients of other ranks have
+# come, so that some ranks would skip a step that others take.
+def take_step(optimizer, scaler):
+    """Average the gradients of all ranks, and take a step with them."""
+    # Adasum's optimizer has no other way.
+    if not scaler.is_enabled():
+        optimizer.step()
+        return
+    # dist: waits for the all-reduces that backward has started.
+    optimizer.synchronize()
+    # amp: divides by the scale, and finds the same overflows on all ranks. Clipping comes after it.
+    scaler.unscale_(optimizer)
+    # dist: else step() would all-reduce once more.
+    with optimizer.skip_synchronize():
+        # amp: skips the step if a gradient overflowed, and then lowers the scale.
+        scaler.step(optimizer)
+    scaler.update()
+
+
 # dist: adds up in place, as dist.all_reduce does.
 def all_reduce(tensor):
     # dist: Horovod is fast where a name always means a tensor of the same size.
@@ -197,19 +216,7 @@ def main():
             loss = F.cross_entropy(logits, labels)
         # amp: else small fp16 gradients become 0.
         scaler.scale(loss).backward()
-        if scaler.is_enabled():
-            # dist: waits for the all-reduces that backward has started. step() alone would look
-            # for overflows before, so that some ranks would skip a step that others take.
-            optimizer.synchronize()
-            # amp: divides by the scale, and finds the same overflows on all ranks. Clip after it.
-            scaler.unscale_(optimizer)
-            # dist: else step() would all-reduce once more.
-            with optimizer.skip_synchronize():
-                # amp: skips the step if a gradient overflowed, and then lowers the scale.
-                scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        take_step(optimizer, scaler)
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
 
