@@ -14,9 +14,9 @@ NAMES = set.intersection(*({path.name for path in folder.glob("*.py")} for folde
 RECIPES = sorted(folder / name for folder in DATASETS for name in NAMES)
 # Real data sets, where CI has them.
 SHARED_DATA = ROOT.parent / "shared" / "data"
-# The line after a step in each recipe and example. What a test puts before it is indented by 8
-# spaces, and finds `run`, `position`, where the step began, `sums` and `device` there.
-STEP = "        position.advance()\n"
+# The line of a step in each recipe. What a test puts behind it is indented by 12 spaces, and finds
+# `run`, whose position is still where the step began, `world`, `sums` and the batch there.
+STEP = "            step(images, labels)\n"
 
 
 def small(dataset):
@@ -70,14 +70,14 @@ def waiting_copy(to, recipe, steps):
     Each prints "waits". They go on when one is told to stop.
     """
     lines = (
-        f"        if position.steps == {steps}:\n"
-        "            import os, time\n"
-        "            os.write(1, b'waits\\n')\n"
-        "            while not run.stop.requested and not os.path.exists('told'):\n"
-        "                time.sleep(0.01)\n"
-        "            open('told', 'w').close()\n"
+        f"            if run.position.steps == {steps}:\n"
+        "                import os, time\n"
+        "                os.write(1, b'waits\\n')\n"
+        "                while not run.stop.requested and not os.path.exists('told'):\n"
+        "                    time.sleep(0.01)\n"
+        "                open('told', 'w').close()\n"
     )
-    return changed_copy(to, recipe, STEP, lines + STEP)
+    return changed_copy(to, recipe, STEP, STEP + lines)
 
 
 def in_float64(to, dataset, recipe=None, line=None, replacement=None):
@@ -98,16 +98,20 @@ def in_float64(to, dataset, recipe=None, line=None, replacement=None):
 
 
 def keep_checkpoints(script):
-    """Let a copied script keep each checkpoint of --checkpoint-every: 6.pt for that after step 6.
+    """Let a copied script keep its checkpoints: 6.pt for the first one after step 6.
 
     (previous.pt is from right before the last evaluation: from there no step is left.)
     """
-    save = "                run.save()\n"
     keep = (
-        "                if run.writes:\n"
-        "                    kept = run.folder / f'{position.steps}.pt'\n"
-        "                    kept.hardlink_to(run.folder / 'last.pt')\n"
+        "    save = run.save\n"
+        "    def save_and_keep(*args, **options):\n"
+        "        save(*args, **options)\n"
+        "        kept = run.folder / f'{run.position.steps}.pt'\n"
+        "        if run.writes and not kept.exists():\n"
+        "            kept.hardlink_to(run.folder / 'last.pt')\n"
+        "    run.save = save_and_keep\n"
     )
+    loop = "    while not run.over:\n"
     text = script.read_text()
-    assert text.count(save) == 1
-    script.write_text(text.replace(save, save + keep))
+    assert text.count(loop) == 1
+    script.write_text(text.replace(loop, keep + loop))
