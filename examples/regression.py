@@ -7,43 +7,41 @@
 Read it beside mnist/ddp_launch.py.
 """
 
-import argparse
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
-# So that Python finds the modules beside this file, and common/ beside its folder.
-folder = Path(__file__).resolve().parent
-sys.path += [str(folder), str(folder.parent)]
+# common/ is the one beside this folder, whatever else has its name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for package in ("common",):
+    import_module(package)
+# Nothing else is looked for there: a queue.py would hide Python's own.
+del sys.path[0]
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, TensorLoader, to_device
+from common.data import DataObject, EpochSampler, TensorLoader
 from common.errors import InputError, in_one_line
 from common.metadata import Metadata
-from common.metrics import Best, Sums
-from common.position import Position, seed_step
+from common.metrics import Sums
 from common.process import launch
-from common.ranks import require_same
+from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
-# dist: send gradients in 16 bits: half the bytes.
-COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 # A column whose values differ by a smaller share is constant but for rounding.
 ROUNDING = 1e-14
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="regression")
+    parser = flags.Parser(__doc__, task="regression")
     add = parser.add_argument
     add(
         "--table",
@@ -57,32 +55,16 @@ def parse_args():
         help="rows to generate if there is no --table",
     )
     add("--width", type=flags.positive_int, default=64, help="units of a hidden layer")
-    add("--epochs", type=flags.positive_int, default=5, help="passes over the training data")
-    add("-b", "--batch-size", type=flags.positive_int, default=64, help="rows per process")
-    add(
-        "-G",
-        "--global-batch-size",
-        type=flags.positive_int,
-        help="rows of all processes together; --lr is then the rate for them",
+    flags.add_training_flags(
+        parser,
+        epochs=5,
+        batch_size=64,
+        lr=0.001,
+        momentum=None,
+        weight_decay=0.01,
+        scale_lr="sqrt",
     )
-    add("--test-batch-size", type=flags.positive_int, default=1000, help="batch size of evaluation")
-    add("--lr", type=flags.positive_float, default=0.001, help="learning rate of one process")
-    add(
-        "--scale-lr",
-        choices=("linear", "sqrt", "none"),
-        default="sqrt",
-        help="how --lr grows with the number of processes",
-    )
-    add("--warmup-epochs", type=flags.non_negative_float, default=1, help="epochs of a rising rate")
-    add("--weight-decay", "--wd", type=flags.non_negative_float, default=0.01, help="weight decay")
-    add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
-    add("--seed", type=flags.seed, default=0, help="seed of weights, order of data, and dropout")
-    # dist: for slow links.
-    add("--comm-hook", choices=COMM_HOOKS, help="send gradients in 16 bits")
-    # dist: torch.distributed.launch passes it.
-    add("--local-rank", type=int, help=argparse.SUPPRESS)
-    flags.add_run_flags(parser)
+    graph.add_flag(parser)
     return parser.parse_args()
 
 
@@ -206,215 +188,119 @@ class Network(nn.Module):
         return self.layers(features)
 
 
-def load_data(args, device, rank, world_size):
+def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
+    pairs = zip(train_set.metadata["columns"], train_set.metadata["std"], strict=True)
+    constant = ", ".join(name for name, std in pairs if std == 0)
+    if constant:
+        world.say(f"constant in the training rows, so of no effect: {constant}")
     # dist: all ranks share --global-batch-size.
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
+    batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
-    train_sampler = EpochSampler(len(train_set), batch_size, rank, world_size, seed=args.seed)
+    train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
     # dist: each row once; torch's DistributedSampler repeats some, which count twice.
-    val_sampler = range(rank, len(val_set), world_size)
-    train_loader = TensorLoader(train_set, train_sampler, batch_size, device)
-    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, device)
+    val_sampler = range(world.rank, len(val_set), world.size)
+    train_loader = TensorLoader(train_set, train_sampler, batch_size, world.device)
+    val_loader = TensorLoader(val_set, val_sampler, args.test_batch_size, world.device)
     train = DataObject(train_set, train_sampler, train_loader)
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-def averages(total):
+def averages(loss, absolute, rows):
     """The mean squared error, its root, and the mean absolute error, in the target's unit."""
-    squared = total["loss"] / total["rows"]
-    return {"loss": squared, "rmse": squared**0.5, "mae": total["absolute"] / total["rows"]}
-
-
-def text(result):
-    return f"rmse {result['rmse']:.4f} mae {result['mae']:.4f}"
-
-
-def make_step(model, optimizer, sums, unit):
-    """Return the function that trains on a batch: all that the device does in a step."""
-
-    def step(features, target):
-        optimizer.zero_grad()
-        error = model(features) - target
-        loss = error.square().mean()
-        loss.backward()
-        optimizer.step()
-        # In the unit of the target.
-        error = error.detach() * unit
-        sums.add(loss=error.square().sum(), absolute=error.abs().sum())
-
-    return step
+    squared = loss / rows
+    return {"loss": squared, "rmse": squared**0.5, "mae": absolute / rows}
 
 
 @torch.inference_mode()
-def evaluate(args, model, val, device, watchdog):
-    """Return the averages over the whole validation set, each sample once."""
+def evaluate(model, val, run):
+    """Return the averages over the whole validation set, each row once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
-    sums = Sums(device, "loss", "absolute", "rows")
+    sums = Sums(run.world.device, averages)
     unit = val.dataset.metadata["std"][-1]
-    for batch in watchdog.watch(val.loader):
-        features, target = to_device(batch, device)
+    for features, target in run.batches(val.loader):
         error = (model(features) - target) * unit
         sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
-        if args.dry_run:
-            break
     # dist: each rank evaluated only its share: sum over all, then divide once.
-    return averages(sums.total(dist.all_reduce))
-
-
-def train_to_evaluation(args, run, train, step, sums, rates, device, rank):
-    """Train up to the next evaluation, or until a signal asks to stop; return the averages."""
-    position = run.position
-    # A new order in each epoch; a run that resumes within an epoch has the same order there.
-    train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
-    for batch in run.batches(train.loader):
-        features, target = to_device(batch, device)
-        # Data, rates and random numbers depend on seed and position: a resume repeats them.
-        rates.set(position)
-        # dist: each rank draws its own dropout.
-        seed_step(args.seed, position, device, rank)
-        step(features, target)
-        # Python counts this; the step is only what the device does.
-        sums.add(rows=len(target))
-        position.advance()
-        if run.check_due():
-            # dist: over all ranks. The same message says whether one of them got SIGTERM or USR1.
-            figures = averages(sums.total(run.stop.carried_by(dist.all_reduce)))
-            run.log.step(figures | {"lr": rates.current})
-            # dist: so all ranks stop after the same step; else they wait for each other.
-            if run.stop.agreed:
-                break
-            if run.save_due:
-                run.save()
-        if args.dry_run:
-            break
-    # dist: over all ranks, as above.
-    return averages(sums.total(run.stop.carried_by(dist.all_reduce)))
+    return sums.result(dist.all_reduce)
 
 
 def connect(args):
-    """Join the other processes; return the device of this one, its rank, and the world size."""
+    """Join the other processes; return this one among them."""
     # dist: torchrun says which process of this machine this is, and how many there are.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process.
-    device = devices.pick(args.device, local_rank, local_world_size)
-    devices.tune(device, args.deterministic)
-    if device.type != "cpu":
-        # dist: before the group is made, or every rank opens a context on GPU 0.
-        torch.accelerator.set_device_index(device.index)
-    if args.cuda_graph:
-        # A capture needs a stream of its own, to which all that is built from here on belongs.
-        graph.prepare(args, device)
+    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    device = devices.use(args, local_rank, local_world_size)
     # dist: with None torch chooses by the device: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: over all machines.
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    launch.check_world_size(world_size)
-    return device, rank, world_size
-
-
-def build(args, metadata, device, world_size):
-    """Return the model, its optimizer, and lines for the log."""
-    columns = len(metadata["columns"]) - 1
-    model = Network(columns, args.width).to(device)
-    lines = init_from(args, model, metadata)
-    pairs = zip(metadata["columns"], metadata["std"], strict=True)
-    constant = ", ".join(name for name, std in pairs if std == 0)
-    if constant:
-        lines.append(f"constant in the training rows, so of no effect: {constant}")
-    if args.compile:
-        devices.compile_model(model)
-    # dist: the global batch is world_size times larger.
-    factor = schedule.lr_factor(args.scale_lr, world_size, args.global_batch_size)
-    peak_lr = args.lr * factor
-    optimizer = torch.optim.AdamW(
-        model.parameters(), peak_lr, weight_decay=args.weight_decay, fused=True
-    )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
-    # It also copies rank 0's weights to all ranks.
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
-    # because torch 2.14 warns of the argument, and older ones lack its successor.
-    model.broadcast_buffers = False
-    if args.comm_hook:
-        # dist: gradients travel in fewer bytes.
-        model.register_comm_hook(None, COMM_HOOKS[args.comm_hook])
-    return model, optimizer, lines
+    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
 def main():
     args = parse_args()
-    device, rank, world_size = connect(args)
-    train, val = load_data(args, device, rank, world_size)
+    world = connect(args)
+    train, val = load_data(args, world)
     # dist: else machines with different files would train on them in silence.
-    require_same((train.dataset, val.dataset), dist.all_reduce, device)
+    require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
-    model, optimizer, lines = build(args, train.dataset.metadata, device, world_size)
-    position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
-    # From --lr up to the rate of each parameter group, and then down to 0.
-    rates = schedule.WarmupCosine(optimizer, args.warmup_epochs, args.lr)
-    lines += rates.warn_if_short(position)
-    sums = Sums(device, "loss", "absolute", "rows")
-    # The figures are in the unit of the target.
-    unit = train.dataset.metadata["std"][-1]
-    step = make_step(model, optimizer, sums, unit)
-    best = Best(lowest=True)
-    # A checkpoint holds the state of these objects, and the flags. Add your own.
-    state = {
-        # dist: without its wrapper, so that any recipe can load it.
-        "model": model.module,
-        "optimizer": optimizer,
-        "position": position,
-        "sums": sums,
-        "best": best,
-        # So that whoever gets the checkpoint knows what its outputs mean.
-        "metadata": train.dataset.metadata,
-    }
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    run = Run(
-        args,
-        state,
-        device,
-        strategy="DDP, torchrun",
-        lr=rates.peak,
-        unit="rows",
-        lines=lines,
-        # dist: only rank 0 prints and writes; else all ranks write the same files at once.
-        rank=rank,
-        world_size=world_size,
-        # dist: all ranks go on from the same checkpoint, and wait until rank 0 has saved one.
-        all_reduce=dist.all_reduce,
+    metadata = train.dataset.metadata
+    columns = len(metadata["columns"]) - 1
+    model = Network(columns, args.width).to(world.device)
+    init_from(args, model, metadata, world)
+    devices.adapt(model, args)
+    # dist: the global batch is world.size times larger, and the rate with it.
+    lr = schedule.peak_lr(args, world.size)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr, weight_decay=args.weight_decay, fused=True
     )
+    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # It also copies rank 0's weights to all ranks.
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
+    # because torch 2.14 warns of the argument, and older ones lack its successor.
+    ddp_model.broadcast_buffers = False
+    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    sums = Sums(world.device, averages)
+    # A checkpoint holds the state of these objects, and the flags. Add your own.
+    # dist: the model without its wrapper, so that any recipe can load it.
+    state = {"model": model, "optimizer": optimizer, "metadata": metadata}
+    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    run = Run(args, world, state, sums, rates, train)
+    # The averages are in the unit of the target.
+    unit = metadata["std"][-1]
+
+    def step(features, target):
+        optimizer.zero_grad()
+        # dist: through the wrapper; else no gradient is averaged.
+        error = ddp_model(features) - target
+        loss = error.square().mean()
+        loss.backward()
+        optimizer.step()
+        error = error.detach() * unit
+        sums.add(loss=error.square().sum(), absolute=error.abs().sum(), rows=len(target))
+
     if args.cuda_graph:
-        # One launch per step, as a small model lets the GPU wait for Python.
-        step = graph.Captured(step, device, optimizer, say=run.log.say)
-    while not position.over:
+        step = graph.Captured(step, world, optimizer)
+    while not run.over:
         model.train()
-        train_result = train_to_evaluation(args, run, train, step, sums, rates, device, rank)
-        # Before the evaluation, which may take long.
-        run.save()
-        if run.stop.agreed:
-            run.leave()
-            break
-        # dist: without the wrapper, as a rank may have fewer batches than another.
-        val_result = evaluate(args, model.module, val, device, run.watchdog)
-        # If the epoch is over, the next one begins.
-        position.record_evaluation()
-        sums.reset()
-        line = f"{text(train_result)} | val {text(val_result)}"
-        run.log.evaluation(line, train_result | {"lr": rates.current}, val_result)
-        is_best = best.update(val_result["rmse"])
-        run.save(is_best)
-        if args.dry_run:
-            break
+        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
+        # step are functions of the seed and the position of the run, so a resume repeats them.
+        for features, target in run.steps(train):
+            step(features, target)
+        # After SIGTERM the run is over: it has saved.
+        if not run.over:
+            # dist: without the wrapper, as a rank may have fewer batches than another.
+            result = evaluate(model, val, run)
+            # The lowest one is the best.
+            run.record(result, best=-result["rmse"])
 
 
 if __name__ == "__main__":
