@@ -22,9 +22,9 @@ from launch import random_seed
 from common import checkpoint
 from common.data import EpochSampler
 from common.errors import InputError
-from common.flags import MAY_CHANGE
 from common.metrics import Sums
 from common.position import Position
+from common.ranks import World
 
 pytestmark = pytest.mark.check
 
@@ -34,6 +34,7 @@ FLIPS = 500
 REFUSED = (checkpoint.CorruptCheckpoint, OSError)
 MODEL = torch.nn.Linear(40, 25)
 CONFIG = {"lr": 0.1, "weight_decay": None}
+ALONE = World(torch.device("cpu"))
 
 
 def save(folder, epoch, weights=None, best=False):
@@ -370,7 +371,7 @@ def test_fuzz(edits, tmp_path_factory):
 def test_fuzz_of_the_content(values):
     """Any values in place of a part of a checkpoint: refused, or of the right type for this run."""
     model = torch.nn.Linear(3, 2)
-    position, sums = position_of_a_run(), Sums(torch.device("cpu"), "loss")
+    position, sums = position_of_a_run(), Sums(torch.device("cpu"), lambda loss: {"loss": loss})
     state = {
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
@@ -383,8 +384,8 @@ def test_fuzz_of_the_content(values):
         saved = {**good, key: values}
         try:
             checkpoint.check_format(saved)
-            checkpoint.check_config(saved["config"], CONFIG, MAY_CHANGE)
-            checkpoint.load(saved, state)
+            checkpoint.check_config(saved["config"], CONFIG, {"lr"})
+            checkpoint.load(saved, state, set())
             assert (type(position.epoch), type(position.samples)) == (int, int)
         except InputError as error:
             assert "\n" not in str(error)
@@ -396,6 +397,10 @@ def state_of(model):
         "optimizer": torch.optim.SGD(model.parameters(), 0.1, 0.9),
         "position": position_of_a_run(),
     }
+
+
+def resume(file, folder, state, config, may_change=(), optional=()):
+    return checkpoint.resume(file, folder, state, config, may_change, optional, ALONE)
 
 
 def save_state(folder, state, config):
@@ -410,21 +415,24 @@ def test_a_checkpoint_is_loaded_and_compared_flag_by_flag(tmp_path):
     state["position"].advance()
     save_state(tmp_path, state, {"hidden": 64, "lr": 0.1})
     config = {"hidden": 64, "lr": 0.2, "new": 1}
-    found = checkpoint.resume("auto", tmp_path, there, config, MAY_CHANGE)
+    found = resume("auto", tmp_path, there, config, {"lr"})
     assert found.path == tmp_path / "last.pt"
     assert torch.equal(model.weight, other.weight)
     assert there["position"].samples == 7
     with pytest.raises(InputError, match=r"hidden 64 \(and this run 32\)"):
-        checkpoint.resume("auto", tmp_path, there, {"hidden": 32}, MAY_CHANGE)
+        resume("auto", tmp_path, there, {"hidden": 32}, {"lr"})
     with pytest.raises(InputError, match=r"lr 0.1 \(and this run 0.2\)"):
-        checkpoint.resume("auto", tmp_path, there, config)
+        resume("auto", tmp_path, there, config)
+    with pytest.raises(InputError, match="average: "):
+        resume("auto", tmp_path, {**there, "average": model}, config, {"lr"})
+    resume("auto", tmp_path, {**there, "average": model}, config, {"lr"}, optional={"average"})
 
 
 def test_resume_auto_looks_only_for_its_own_files(tmp_path):
     """Another file in a new folder does not keep a run from its start."""
     torch.save({"weights": 1}, tmp_path / "teacher.pt")
     model = torch.nn.Linear(2, 2)
-    found = checkpoint.resume("auto", tmp_path, state_of(model), {})
+    found = resume("auto", tmp_path, state_of(model), {})
     assert found.path is None
     checkpoint.claim(tmp_path, found)
 
@@ -437,7 +445,7 @@ def test_an_older_checkpoint_goes_on_in_a_new_folder(tmp_path):
     model = torch.nn.Linear(2, 2)
     for _ in range(2):
         save_state(old, state_of(model), {})
-    found = checkpoint.resume(str(old / "previous.pt"), None, state_of(model), {})
+    found = resume(str(old / "previous.pt"), None, state_of(model), {})
     model.weight.data += 1
     save_state(old, state_of(model), {})
     with pytest.raises(InputError, match="choose another --log-dir"):
@@ -453,6 +461,6 @@ def test_what_is_loaded_does_not_need_its_file(tmp_path):
     optimizer.step()
     checkpoint.save(tmp_path, {"optimizer": optimizer.state_dict()}, {})
     saved, _ = checkpoint.read(tmp_path / "last.pt")
-    checkpoint.load(saved, {"optimizer": optimizer})
+    checkpoint.load(saved, {"optimizer": optimizer}, set())
     del saved
     assert "last.pt" not in pathlib.Path("/proc/self/maps").read_text()

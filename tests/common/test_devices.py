@@ -10,6 +10,7 @@ from launch import need
 
 from common import devices
 from common.errors import InputError
+from common.ranks import World
 
 pytestmark = pytest.mark.check
 
@@ -26,17 +27,33 @@ def test_channels_last_hands_on_all_inputs():
     assert model(images, torch.full((4, 4), 2.0), scale=3).unique().tolist() == [6]
 
 
-def test_a_cpu_without_16_bit_units_says_so(monkeypatch):
+def test_a_cpu_without_16_bit_units_says_so(monkeypatch, capsys):
     need(hasattr(torch.cpu, "get_capabilities"), "a newer torch, which knows the CPU's units")
-    cpu = torch.device("cpu")
+
+    def said(device, dtype):
+        devices.warn_if_slow(World(torch.device(device)), dtype)
+        return capsys.readouterr().out
+
     flags = Path("/proc/cpuinfo").read_text().split()
     slow = platform.machine() == "x86_64" and not {"avx512_bf16", "amx_bf16"} & set(flags)
-    assert len(devices.warn_if_slow(cpu, torch.bfloat16)) == slow
+    assert said("cpu", torch.bfloat16).count("fp32 is faster") == slow
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": False, "avx2": True})
-    assert "no fp16 units (amx_fp16)" in devices.warn_if_slow(cpu, torch.float16)[0]
+    assert "no fp16 units (amx_fp16)" in said("cpu", torch.float16)
     # Of bf16 it knows nothing.
-    assert devices.warn_if_slow(cpu, torch.bfloat16) == []
-    assert devices.warn_if_slow(torch.device("cuda"), torch.float16) == []
+    assert said("cpu", torch.bfloat16) == said("cuda", torch.float16) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("", 2), ("abc", 2), ("0", 2), ("3", 4), ("4,2", 4)]
+)
+def test_a_number_of_threads_that_is_none(value, threads, monkeypatch):
+    """BigDL 2842: each process would use all cores."""
+    chosen = [4]
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    devices.share_cores(2)
+    assert chosen[-1] == threads
 
 
 def test_one_device_by_name(monkeypatch):

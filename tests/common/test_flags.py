@@ -25,8 +25,17 @@ def parser():
     parser.add_argument("--table", metavar="FILE")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tracking", help="a URL")
-    flags.add_run_flags(parser)
+    flags.add_training_flags(parser, epochs=5, batch_size=64, lr=0.1)
     return parser
+
+
+def test_which_flags_may_differ_when_a_run_resumes(parser):
+    """Those of this run, also with a group of their own, and not those of training."""
+    parser.add_run_group()("--workers", type=int)
+    parser.add_run_group("tracking")("--entity")
+    may_change = parser.parse_args([]).may_change
+    assert {"workers", "entity", "epochs", "lr", "resume", "log_dir"} <= may_change
+    assert not {"data_dir", "tracking", "seed", "momentum", "warmup_epochs"} & may_change
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""Whether all ranks have the same data."""
+"""Who this process is among the others, and whether all ranks have the same data."""
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from common import ranks
+from common.errors import InputError
+from common.process import launch
+
+CPU = torch.device("cpu")
 
 
 def test_fingerprints_of_data_sets():
@@ -23,10 +27,18 @@ def test_fingerprints_of_data_sets():
 )
 def test_numbers_of_all_ranks(numbers, same):
     """Also for the rank whose number is the mean of all."""
-    cpu = torch.device("cpu")
     totals = iter([torch.tensor([3, sum(numbers)]), torch.tensor(0 if same else 2)])
 
     def all_reduce(tensor):
         tensor.copy_(next(totals))
 
-    assert ranks.all_same([5], all_reduce, cpu) == same
+    assert ranks.all_same([5], ranks.World(CPU, 1, 3, all_reduce)) == same
+
+
+@pytest.mark.parametrize("variable", launch.SIZES)
+def test_more_processes_than_train_together(variable, monkeypatch):
+    """A launcher of another recipe started them: each would train alone."""
+    monkeypatch.setenv(variable, "4")
+    ranks.World(CPU, rank=3, size=4)
+    with pytest.raises(InputError, match=rf"a launcher started 4 of these \({variable}\)"):
+        ranks.World(CPU, rank=0, size=2)

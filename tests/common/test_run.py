@@ -1,30 +1,50 @@
 """What a run has beside its training: how its ranks save, and when they ask each other."""
 
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch
 from forked import compute
 from launch import checkpoint, place, strategies
 from recipes import ROOT, STEP, changed_copy
+from torch.utils.data import TensorDataset
 
-from common.data import EpochSampler
-from common.position import Position
+from common import flags
+from common.data import DataObject, EpochSampler, TensorLoader
+from common.metrics import Sums
+from common.ranks import World
 from common.run import Run
+from common.schedule import WarmupCosine
+
+
+def new_run(words):
+    """A run of 60 steps of a model that this process trains alone."""
+    parser = flags.Parser("A script.", task="test")
+    flags.add_training_flags(parser, epochs=1, batch_size=1, lr=0.1)
+    args = parser.parse_args(["--dry-run", *words.split()])
+    world = World(torch.device("cpu"))
+    dataset = TensorDataset(torch.ones(60, 1))
+    sampler = EpochSampler(60, args.batch_size)
+    train = DataObject(dataset, sampler, TensorLoader(dataset, sampler, 1, world.device))
+    model = torch.nn.Linear(1, 1)
+    rates = WarmupCosine(0, torch.optim.SGD(model.parameters(), args.lr))
+    sums = Sums(world.device, lambda loss: {"loss": loss})
+    return Run(args, world, {"model": model}, sums, rates, train), train
+
 
 SLOW_SAVE = """\
-        if position.steps == 0:
-            import time
-            from common import checkpoint
+            if run.position.steps == 0:
+                import time
+                from common import checkpoint
 
-            save = checkpoint.save
+                save = checkpoint.save
 
-            def slow_save(*arguments):
-                checkpoint.save = save
-                time.sleep(15)
-                save(*arguments)
+                def slow_save(*arguments):
+                    checkpoint.save = save
+                    time.sleep(15)
+                    save(*arguments)
 
-            checkpoint.save = slow_save
+                checkpoint.save = slow_save
 """
 
 
@@ -45,9 +65,9 @@ def test_a_save_may_take_longer_than_a_step(tmp_path):
 def test_slow_steps_do_not_delay_a_stop(recipe, tmp_path):
     """Steps of 1.5 s, of which --log-interval would let 1000 pass."""
     slow = (
-        "        __import__('time').sleep(1.5)\n"
-        "        if position.steps == 3:\n"
-        "            __import__('signal').raise_signal(15)\n"
+        "            __import__('time').sleep(1.5)\n"
+        "            if run.position.steps == 3:\n"
+        "                __import__('signal').raise_signal(15)\n"
     )
     copy = changed_copy(tmp_path, f"mnist/{recipe}.py", STEP, slow + STEP)
     command = {"single": f"python {copy}/single.py", **strategies(2, copy)}[recipe]
@@ -67,35 +87,40 @@ def test_slow_steps_do_not_delay_a_stop(recipe, tmp_path):
         ("cuda", None, 2.0, [ten + step for ten in range(0, 60, 10) for step in (3, 6, 9, 10)]),
     ],
 )
-def test_when_all_ranks_check(device, log_interval, seconds_per_step, due):
-    position = Position(EpochSampler(60, 1), 1)
-    stop = SimpleNamespace(seconds_per_step=seconds_per_step)
-    run = SimpleNamespace(
-        position=position,
-        device=torch.device(device),
-        stop=stop,
-        log_interval=log_interval,
-        checkpoint_every=None,
-        all_reduce=lambda values: values,
-        checked_at=0,
-        checked_when=0,
-    )
+def test_when_all_ranks_look(device, log_interval, seconds_per_step, due):
+    """Their clocks differ: the mean of what each says a step takes decides."""
+    words = f"--log-interval {log_interval}" if log_interval else ""
+    run, _ = new_run(words)
+    run.world = World(torch.device(device), all_reduce=lambda values: values)
+    run.looked_at = run.looked_when = 0
     found = []
     for _ in range(60):
-        position.advance()
-        if Run.check_due(run):
-            # As the ranks agree on it.
-            stop.seconds_per_step = seconds_per_step
-            found.append(position.steps)
+        run.position.advance()
+        # As the ranks have agreed on it.
+        run.stop.seconds_per_step = seconds_per_step
+        if run._look_due():
+            found.append(run.position.steps)
     assert found == due
 
 
-def test_the_best_is_of_another_folder(tmp_path):
-    """A run that goes on from a file may never have a best.pt of its own."""
+def test_a_break_in_the_loop_of_steps_is_refused():
+    """It would leave a step uncounted."""
+    run, train = new_run("")
+    for _ in run.steps(train):
+        break
+    run.watchdog.cancel()
+    for go_on in (lambda: run.record({}), lambda: next(run.steps(train))):
+        with pytest.raises(RuntimeError, match="a `break`"):
+            go_on()
+
+
+def test_a_resume_says_that_the_batch_and_the_rate_are_others(tmp_path):
     mnist = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu"
-    compute(f"{mnist} --epochs 1 --log-dir first", tmp_path)
-    best = checkpoint(tmp_path / "first")["best"]["value"]
-    said = compute(f"{mnist} --epochs 2 --resume first/last.pt --log-dir second", tmp_path)
-    assert f"best.pt comes with a result better than {best:.4g}, the best so far\n" in said
-    said = compute(f"{mnist} --epochs 2 --resume auto --log-dir first", tmp_path)
-    assert "best.pt comes" not in said
+    compute(f"{mnist} --epochs 1 --log-dir log", tmp_path)
+    resume = f"{mnist} --epochs 2 --resume log/last.pt -b 32 --lr 0.01"
+    said = compute(f"{resume} --log-dir other", tmp_path)
+    says = "with global batch 64 and peak rate 0.02, and this run has 32 and 0.01: (.*) keeps them"
+    (flags,) = re.findall(says, said)
+    said = compute(f"{resume} {flags} --log-dir same", tmp_path)
+    assert "resumed from log/last.pt" in said
+    assert "keeps them" not in said

@@ -5,47 +5,86 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import flags, schedule
 from common.data import EpochSampler
 from common.errors import InputError
 from common.position import Position
-from common.schedule import WarmupCosine, lr_factor, per_process
 
 pytestmark = pytest.mark.check
 
 
-def test_schedule():
-    lr = 0.1 * lr_factor("linear", 4)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)
-    rates = WarmupCosine(optimizer, warmup_epochs=2, start_lr=0.1)
-    position = Position(EpochSampler(100, 10), epochs=5)
+def parsed(words):
+    parser = flags.Parser("A script.")
+    flags.add_training_flags(parser, epochs=5, batch_size=10, lr=0.1, warmup_epochs=2)
+    return parser.parse_args(words.split())
+
+
+def optimizer_of(lr):
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)
+
+
+def rates_of(rates, position):
+    """The rate of each step of a run from `position` on."""
     found = []
-    for place in ((0, 0), (1, 0), (2, 0), (3, 50), (5, 0)):
-        position.epoch, position.samples = place
+    while not position.over:
         rates.set(position)
         found.append(rates.current)
-    assert found == pytest.approx([0.1, 0.25, 0.4, 0.2, 0])
-    assert [lr_factor(how, 4) for how in ("linear", "sqrt", "none")] == [4, 2, 1]
-    assert lr_factor("linear", 4, global_batch_size=24) == 1
+        position.advance()
+        if position.steps_to_evaluation == 0:
+            position.record_evaluation()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "peak"),
+    [
+        ("", 1, 0.1),
+        ("", 4, 0.4),
+        ("--scale-lr sqrt", 4, 0.2),
+        ("--scale-lr none", 4, 0.1),
+        ("-G 40", 4, 0.1),
+        ("-G 40", 1, 0.1),
+    ],
+)
+def test_the_rate_of_a_run(words, processes, peak):
+    """Step k of W of the warm-up has k/W of the peak; then the rate falls to 0."""
+    args = parsed(words)
+    sampler = EpochSampler(400, schedule.batch_size(args, processes), 0, processes)
+    rates = schedule.WarmupCosine(
+        args.warmup_epochs, optimizer_of(schedule.peak_lr(args, processes))
+    )
+    found = rates_of(rates, Position(sampler, args.epochs))
+    warm_up = 2 * sampler.steps_per_epoch
+    expected = [peak * (step + 1) / warm_up for step in range(warm_up)]
+    assert found[:warm_up] == pytest.approx(expected)
+    falls = found[warm_up:]
+    assert falls == sorted(falls, reverse=True)
+    assert falls[0] == pytest.approx(peak)
+    assert falls[len(falls) // 2] == pytest.approx(peak / 2)
+    assert falls[-1] < 0.01 * peak
 
 
 def test_each_group_keeps_its_own_rate():
-    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    """Also those of a second optimizer."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
     groups = [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": 0.001}]
-    optimizer = torch.optim.SGD(groups)
-    rates = WarmupCosine(optimizer, warmup_epochs=2, start_lr=0.025)
+    optimizers = torch.optim.SGD(groups), torch.optim.SGD([weights[2]], 0.01)
+    rates = schedule.WarmupCosine(2, *optimizers)
     position = Position(EpochSampler(100, 10), epochs=10)
     for place in ((0, 0), (1, 0), (5, 0), (9, 50)):
         position.epoch, position.samples = place
         rates.set(position)
-        backbone, head = (group["lr"] for group in optimizer.param_groups)
-        assert backbone == pytest.approx(100 * head)
+        backbone, head, other = (
+            group["lr"] for optimizer in optimizers for group in optimizer.param_groups
+        )
+        assert backbone == pytest.approx(100 * head) == pytest.approx(10 * other)
 
 
 def test_a_global_batch_is_shared():
-    assert per_process(64, None, 4) == 64
-    assert per_process(64, 24, 4) == 6
+    assert schedule.batch_size(parsed("-b 64"), 4) == 64
+    assert schedule.batch_size(parsed("-b 64 -G 24"), 4) == 6
     with pytest.raises(InputError, match="multiple of 5"):
-        per_process(64, 24, 5)
+        schedule.batch_size(parsed("-G 24"), 5)
 
 
 @given(
@@ -60,14 +99,13 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
     Each piece is (batch, processes, steps). OneTrainer 1604: it rose again after a resume;
     diffusers 8312: the warm-up depended on the processes; mmdetection 3800: from 2 to 4 GPUs.
     """
-    weight = torch.nn.Parameter(torch.ones(1))
     saved = None
-    rises, falls = [], []
+    falls = []
     for batch, world_size, steps in [*pieces, (8, 1, 10_000)]:
         position = Position(EpochSampler(length, batch, 0, world_size), **run)
         if saved:
             position.load_state_dict(saved)
-        rates = WarmupCosine(torch.optim.SGD([weight], 0.4), warmup_epochs, start_lr=0.1)
+        rates = schedule.WarmupCosine(warmup_epochs, optimizer_of(0.4))
         for _ in range(steps):
             if position.over:
                 break
@@ -76,10 +114,8 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
                 continue
             rates.set(position)
             if position.epochs_done < warmup_epochs:
-                rises.append(rates.current)
-                assert rates.current == pytest.approx(
-                    0.1 + 0.3 * position.epochs_done / warmup_epochs
-                )
+                at_its_end = position.epochs_done + batch * world_size / length
+                assert rates.current == pytest.approx(0.4 * min(1, at_its_end / warmup_epochs))
             else:
                 falls.append(rates.current)
             position.advance()
@@ -93,10 +129,8 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
 
 
 def test_a_run_that_ends_before_the_rate_falls():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     sampler = EpochSampler(100, 10)
-    rates = WarmupCosine(optimizer, warmup_epochs=2, start_lr=0.1)
-    (line,) = rates.warn_if_short(Position(sampler, epochs=2))
+    (line,) = schedule.warn_if_short(2, Position(sampler, epochs=2))
     assert line == "the rate only rises: --warmup-epochs 2 is not less than the 2 epochs of the run"
-    assert rates.warn_if_short(Position(sampler, epochs=1, max_steps=15))
-    assert not rates.warn_if_short(Position(sampler, epochs=3))
+    assert schedule.warn_if_short(2, Position(sampler, epochs=1, max_steps=15))
+    assert not schedule.warn_if_short(2, Position(sampler, epochs=3))

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from common import checkpoint, untrusted, weights
 from common.data import EpochSampler
 from common.errors import InputError, brief, printable, show
-from common.flags import MAY_CHANGE
 from common.metrics import Best, Sums
 from common.position import Position
+from common.ranks import World
 
 pytestmark = pytest.mark.check
 FUZZ = int(os.environ.get("FUZZ", 100))  # examples; make fuzz sets more
+CPU = torch.device("cpu")
 
 
 def new_state():
@@ -26,7 +27,7 @@ def new_state():
         "optimizer": torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=True),
         "position": Position(EpochSampler(100, 7), epochs=5),
         "best": Best(),
-        "sums": Sums(torch.device("cpu"), "loss"),
+        "sums": Sums(CPU, lambda loss: {"loss": loss}),
     }
 
 
@@ -39,13 +40,17 @@ def good():
     return {"format": checkpoint.FORMAT, "config": {"momentum": 0.9, "saved_by": "DDP"}, **parts}
 
 
+def resume(path, state, momentum):
+    """Resume from the file `path`, and have the --momentum of that run, or another."""
+    config = {"momentum": momentum}
+    checkpoint.resume(str(path), None, state, config, set(), set(), World(CPU))
+
+
 def refusal(saved, folder):
     """What is said of a checkpoint with the content `saved`."""
     torch.save(saved, folder / "stranger.pt")
     with pytest.raises(InputError) as raised:
-        checkpoint.resume(
-            str(folder / "stranger.pt"), None, new_state(), {"momentum": 0.8}, MAY_CHANGE
-        )
+        resume(folder / "stranger.pt", new_state(), momentum=0.8)
     said = str(raised.value)
     assert len(printable(said)) < 600
     return said
@@ -159,7 +164,7 @@ GROUP = "optimizer/param_groups/0"
 )
 def test_a_value_that_no_run_has(name, value, tmp_path):
     saved = good() | {"config": {"momentum": 0.8, "saved_by": "DDP"}}
-    checkpoint.load(saved, new_state())
+    checkpoint.load(saved, new_state(), set())
     replaced(name, value)(saved)
     said = refusal(saved, tmp_path)
     assert said.startswith(f"--resume {tmp_path / 'stranger.pt'} does not fit this run: ")
@@ -193,7 +198,7 @@ def test_fuzz_of_a_value(path, value, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "fuzz-of-a-value.pt"
     torch.save(saved, file)
     try:
-        checkpoint.resume(str(file), None, state, {"momentum": 0.9}, MAY_CHANGE)
+        resume(file, state, momentum=0.9)
     except InputError as error:
         assert "\n" not in printable(str(error))
         return
@@ -208,7 +213,7 @@ def test_an_option_that_is_missing_is_that_of_this_run():
     saved = good()
     del saved["optimizer"]["param_groups"][0]["nesterov"]
     state = new_state()
-    checkpoint.load(saved, state)
+    checkpoint.load(saved, state, set())
     state["optimizer"].step()
 
 
@@ -233,7 +238,7 @@ def test_every_optimizer_gets_its_state_back(make, tmp_path):
     first.step()
     checkpoint.save(tmp_path, {"optimizer": first.state_dict()}, {})
     saved, _ = checkpoint.read(tmp_path / "last.pt")
-    checkpoint.load(saved, {"optimizer": second})
+    checkpoint.load(saved, {"optimizer": second}, set())
     for kept, other in zip(first.state.values(), second.state.values(), strict=True):
         assert kept.keys() == other.keys()
         for name, value in kept.items():

@@ -8,9 +8,21 @@ import torch
 from common import checkpoint
 from common.errors import InputError
 from common.metadata import Metadata
+from common.ranks import World
 from common.weights import init_from
 
 pytestmark = pytest.mark.check
+
+
+@pytest.fixture
+def begin(capsys):
+    """A function that loads --init-from into a model, and returns what is said of it."""
+
+    def begin(args, model, **metadata):
+        init_from(args, model, Metadata(**metadata), World(torch.device("cpu")))
+        return capsys.readouterr().out
+
+    return begin
 
 
 def flags(path, **others):
@@ -20,7 +32,7 @@ def flags(path, **others):
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint", "wrapped"])
-def test_init_from(kind, tmp_path):
+def test_init_from(kind, begin, tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     path = tmp_path / {"safetensors": "w.safetensors", "checkpoint": "last.pt"}.get(kind, "w.pt")
     if kind == "safetensors":
@@ -32,36 +44,35 @@ def test_init_from(kind, tmp_path):
         torch.save({f"module.{name}": w for name, w in model.state_dict().items()}, path)
     else:
         torch.save(model.state_dict(), path)
-    (line,) = init_from(flags(path), other, Metadata())
-    assert "2 of 2 loaded" in line
+    assert "2 of 2 loaded" in begin(flags(path), other)
     assert torch.equal(model.weight, other.weight)
 
 
-def test_init_from_names_what_does_not_fit(tmp_path):
+def test_init_from_names_what_does_not_fit(begin, tmp_path):
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "w.pt")
     other = torch.nn.Linear(4, 2)
     with pytest.raises(InputError, match=r"weight \(\[2, 3\] in the file\)"):
-        init_from(flags(tmp_path / "w.pt"), other, Metadata())
-    (line,) = init_from(flags(tmp_path / "w.pt", init_partial=True), other, Metadata())
-    assert "1 of 2 loaded; left out: weight" in line
+        begin(flags(tmp_path / "w.pt"), other)
+    said = begin(flags(tmp_path / "w.pt", init_partial=True), other)
+    assert "1 of 2 loaded; left out: weight" in said
 
 
 @pytest.mark.parametrize(
     "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
 )
-def test_init_from_a_wrapped_model(prefix, tmp_path):
+def test_init_from_a_wrapped_model(prefix, begin, tmp_path):
     """pytorch 101107, nanoGPT 325."""
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     renamed = {f"{prefix}{name}": weight for name, weight in model.state_dict().items()}
     torch.save(renamed, tmp_path / "w.pt")
-    init_from(flags(tmp_path / "w.pt"), other, Metadata())
+    begin(flags(tmp_path / "w.pt"), other)
     assert torch.equal(model.weight, other.weight)
 
 
-def test_a_model_with_a_part_of_the_name_of_a_prefix(tmp_path):
+def test_a_model_with_a_part_of_the_name_of_a_prefix(begin, tmp_path):
     model, other = (torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2)}) for _ in range(2))
     torch.save(model.state_dict(), tmp_path / "w.pt")
-    init_from(flags(tmp_path / "w.pt"), other, Metadata())
+    begin(flags(tmp_path / "w.pt"), other)
     assert torch.equal(model["module"].weight, other["module"].weight)
 
 
@@ -75,29 +86,29 @@ def test_a_model_with_a_part_of_the_name_of_a_prefix(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_init_from_a_file_without_weights(content, says, name, tmp_path):
+def test_init_from_a_file_without_weights(content, says, name, begin, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=says):
-        init_from(flags(tmp_path / name), torch.nn.Linear(3, 2), Metadata())
+        begin(flags(tmp_path / name), torch.nn.Linear(3, 2))
 
 
-def test_a_run_that_goes_on_needs_no_weights_to_begin_with(tmp_path):
+def test_a_run_that_goes_on_needs_no_weights_to_begin_with(begin, tmp_path):
     checkpoint.save(tmp_path, {}, {})
     gone = flags(tmp_path / "gone.pt", resume="auto", log_dir=tmp_path)
-    assert init_from(gone, torch.nn.Linear(3, 2), Metadata()) == []
+    assert begin(gone, torch.nn.Linear(3, 2)) == ""
 
 
-def test_weights_with_other_classes(tmp_path):
+def test_weights_with_other_classes(begin, tmp_path):
     """A line says so: they are used, as a new task may have as many classes."""
     model = torch.nn.Linear(3, 2)
     state = {"model": model.state_dict(), "metadata": Metadata(classes=["cat", "dog"]).state_dict()}
     checkpoint.save(tmp_path, state, {})
-    _, line = init_from(flags(tmp_path / "last.pt"), model, Metadata(classes=["cat", "emu"]))
-    assert line.endswith("of its classes number 1 is 'dog', and in this run 'emu'")
-    assert len(init_from(flags(tmp_path / "last.pt"), model, Metadata(classes=["cat", "dog"]))) == 1
+    said = begin(flags(tmp_path / "last.pt"), model, classes=["cat", "emu"])
+    assert said.endswith("of its classes number 1 is 'dog', and in this run 'emu'\n")
+    assert "classes" not in begin(flags(tmp_path / "last.pt"), model, classes=["cat", "dog"])
 
 
-def test_safetensors_that_begin_like_a_web_page(tmp_path):
+def test_safetensors_that_begin_like_a_web_page(begin, tmp_path):
     """The length of its header comes first, here 0x3C20: a space and <."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
@@ -106,5 +117,5 @@ def test_safetensors_that_begin_like_a_web_page(tmp_path):
     length = int.from_bytes(path.read_bytes()[:8], "little")
     save_file(model.state_dict(), path, {"note": "x" * (0x3C20 - length)})
     assert path.read_bytes().startswith(b" <")
-    init_from(flags(path), other, Metadata())
+    begin(flags(path), other)
     assert torch.equal(model.weight, other.weight)
