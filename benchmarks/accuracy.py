@@ -18,16 +18,11 @@ from pathlib import Path
 import runs
 from tqdm import tqdm
 
-# What ddp_launch.py --comm-hook sends.
-HOOKS = ("bf16", "fp16")
 TORCHRUN = "torchrun --standalone --nproc-per-node={processes} {folder}"
 STARTS = {
     "single.py": "python {folder}/single.py",
     "ddp_launch.py": f"{TORCHRUN}/ddp_launch.py",
     "hvd.py": "horovodrun -np {processes} python {folder}/hvd.py",
-    **{
-        (f"ddp_launch.py, {hook}"): f"{TORCHRUN}/ddp_launch.py --comm-hook {hook}" for hook in HOOKS
-    },
     "ddp_amp.py, bf16": f"{TORCHRUN}/ddp_amp.py",
     "ddp_amp.py, bf16, channels-last": f"{TORCHRUN}/ddp_amp.py --channels-last",
 }
@@ -38,7 +33,6 @@ EACH = [
     ("hvd.py", 2),
     ("ddp_amp.py, bf16", 2),
 ]
-COMPRESSED = [("ddp_launch.py", 2), *((f"ddp_launch.py, {hook}", 2) for hook in HOOKS)]
 SPEED_UPS = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 # name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0:
 # the cores, shared out)
@@ -46,8 +40,6 @@ TRAININGS = {
     "mnist-lenet": ("mnist", "lenet", 5, 3, EACH, 0),
     "mnist-convnet": ("mnist", "convnet", 5, 3, EACH, 0),
     "cifar10-convnet": ("cifar10", "convnet", 10, 3, EACH, 0),
-    "mnist-comm-hook": ("mnist", "convnet", 5, 1, COMPRESSED, 0),
-    "cifar10-comm-hook": ("cifar10", "convnet", 5, 1, COMPRESSED, 0),
     # the default is 30 epochs; one takes 4 min and a half on two cores with AVX512-BF16
     "cifar10-resnet18": ("cifar10", "resnet18", 18, 1, [("ddp_amp.py, bf16, channels-last", 2)], 0),
     # as in the published table (docs/allreduce.md): a process has a GPU there, and a thread here
@@ -140,7 +132,6 @@ def markdown(results):
                 "",
             ]
         share = f"{threads} thread per process" if threads else "all cores"
-        share += ", gradients compressed" * (starts == COMPRESSED)
         title = f"{folder}, {net}, {epochs} epochs, {share}"
         lines += [
             f"## {title}",

@@ -352,7 +352,7 @@ def cell(result, flops, peak):
         parts += [
             f"loss {last['train']['loss']:.6f}",
             f"val acc {last['val']['accuracy']:.2%}",
-            f"{last['train']['images_per_sec']:,.0f} images/s",
+            f"{last['train']['samples_per_sec']:,.0f} images/s",
             f"{sum(epoch['train']['seconds'] for epoch in epochs):.1f} s of training",
         ]
     if "steps_per_sec" in result:

@@ -54,9 +54,9 @@ PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "timm")
 
 MODEL = "digits.build(args.model)"
 OPTIMIZER = """torch.optim.SGD(
-        model.parameters(), peak_lr, args.momentum, weight_decay=args.weight_decay, fused=True
+        model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )"""
-ADADELTA = "torch.optim.Adadelta(model.parameters(), peak_lr)"
+ADADELTA = "torch.optim.Adadelta(model.parameters(), lr)"
 MOMENTUM = """\
     for group in optimizer.param_groups:
         for weight in group["params"]:
@@ -284,7 +284,7 @@ def measure(command, cwd, environment, images):
 def accuracy(lines):
     """The last accuracy in what a script printed, in percent."""
     forms = (
-        r"val loss \S+ acc ([\d.]+)%",  # a recipe
+        r"val loss \S+ accuracy ([\d.]+)",  # a recipe, from 0 to 1
         r"Accuracy: (\d+/\d+) ",  # MNIST's example rounds its percentage to a whole number
         r"Accuracy: ([\d.]+)%",
         r"Acc@1 ([\d.]+) ",
@@ -300,7 +300,7 @@ def images_per_sec(lines, images):
 
     For a script of others, the time between its lines gives it.
     """
-    if own := [re.search(r"([\d,]+) images/s", line) for _, line in lines if " images/s" in line]:
+    if own := [re.search(r"([\d,]+) (samples|images)/s", line) for _, line in lines]:
         return float(own[-1][1].replace(",", ""))
     steps = [
         (seconds, *map(int, found.groups()))

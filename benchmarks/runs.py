@@ -136,7 +136,7 @@ def measure(setting: dict, threads: int, options: str = "") -> dict:
         for job in jobs:
             finish(job)
         found = [epochs_of(path) for path in sorted(Path(folder).iterdir())]
-    rates = [[epoch["train"]["images_per_sec"] for epoch in epochs] for epochs in found]
+    rates = [[epoch["train"]["samples_per_sec"] for epoch in epochs] for epochs in found]
     return {
         "images_per_sec": sum(statistics.median(rate[1:] or rate) for rate in rates),
         "global_batch": setting["batch"] * (1 if alone else processes),

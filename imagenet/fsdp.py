@@ -6,6 +6,7 @@
 Read it beside ddp_launch.py.
 """
 
+import math
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -114,16 +115,14 @@ def evaluate(model, val, run):
         dist.broadcast(buffer, src=0)
     model.eval()
     sums = Sums(run.world.device, averages)
-    batches = 0
     for images, labels in run.batches(val.loader):
-        batches += 1
         logits = model(jpegs.normalise(images))
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
-    # fsdp: forward gathers weights on all ranks, so one that had fewer batches joins once more.
-    most = torch.tensor(batches, device=run.world.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    if batches < most:
+    # fsdp: forward gathers weights on all ranks, so one that has fewer batches joins once more.
+    samples_at_once = run.args.test_batch_size * run.world.size
+    most = 1 if run.args.dry_run else math.ceil(len(val.dataset) / samples_at_once)
+    if len(val.loader) < most:
         images, _ = default_collate([val.dataset[0]])
         model(jpegs.normalise(images.to(run.world.device)))
     # dist: each rank evaluated only its share: sum over all, then divide once.

@@ -12,7 +12,7 @@ with "doctor" says "all is well", with status 0, or what is wrong and what to do
 for wrong input). It trains nothing and writes no results. With --data-dir it reads the data set as
 a recipe does, and downloads it if it is missing; without, it checks only who would read what.
 `--recipe ../mine/train.py` checks a script of your own: it needs parse_args() and
-load_data(args, device, rank, world_size), as the recipes have them. --dataset none checks no data.
+load_data(args, world), as the recipes have them. --dataset none checks no data.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError, RunError
 from common.process import launch
+from common.ranks import World
 from scripts import machine
 from scripts.group import bus_bandwidth, join, seconds_of, sum_is_right
 
@@ -99,7 +100,7 @@ def parse_args():
     # For its own imports.
     sys.path.insert(0, str(path.parent))
     recipe = SimpleNamespace(**runpy.run_path(str(path)))
-    for name, parameters in (("parse_args", 0), ("load_data", 4)):
+    for name, parameters in (("parse_args", 0), ("load_data", 2)):
         function = vars(recipe).get(name)
         if function is None or len(inspect.signature(function).parameters) != parameters:
             raise InputError(f"{path} needs the function {name}, as mnist/ddp_launch.py has it")
@@ -109,13 +110,12 @@ def parse_args():
 def data_of(own, args, recipe, group):
     """The recipe's DataObjects for training and validation; without files only their samplers."""
     if own.recipe or own.data_dir or args.synthetic:
-        return recipe.load_data(args, group.device, group.rank, group.world_size)
+        world = World(group.device, group.rank, group.world_size, group.all_reduce, "the doctor")
+        return recipe.load_data(args, world)
     train_length, val_length = IMAGES[own.dataset]
-    passes = passes_of_a_step(args)
-    parts = group.world_size * passes
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, parts)
+    per_step = schedule.batch_size(args, group.world_size) * args.accumulate
     train_sampler = EpochSampler(
-        train_length, batch_size * passes, group.rank, group.world_size, seed=args.seed
+        train_length, per_step, group.rank, group.world_size, seed=args.seed
     )
     val_sampler = range(group.rank, val_length, group.world_size)
     train = DataObject(range(train_length), train_sampler, loader=None)
@@ -130,10 +130,10 @@ def passes_of_a_step(args):
 def name_of_data(own, args):
     """The data set, and whether its files were read."""
     if vars(args).get("synthetic"):
-        return f"{args.dataset}, generated"
+        return f"{args.task}, generated"
     if own.recipe or own.data_dir:
-        return args.dataset
-    return f"{args.dataset}, whose files were not read"
+        return args.task
+    return f"{args.task}, whose files were not read"
 
 
 def faults_of_launch(group):
@@ -457,8 +457,8 @@ def main():
         stop_if(faults_of_shared_memory(ranks, needs))
         say(f"{name_of_data(own, args)}: {what_is_read}")
         if {"lr", "scale_lr", "global_batch_size"} <= vars(args).keys():
-            factor = schedule.lr_factor(args.scale_lr, group.world_size, args.global_batch_size)
-            say(f"learning rate {args.lr * factor:g} (--lr {args.lr:g} times {factor:g})")
+            peak_lr = schedule.peak_lr(args, group.world_size)
+            say(f"highest learning rate {peak_lr:g} (--lr {args.lr:g})")
     work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
     # Now that the data set and torch's libraries are loaded.
     memory = group.gather_text(json.dumps(machine.memory_of_cgroup()))

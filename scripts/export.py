@@ -38,10 +38,6 @@ def main():
         saved, _ = checkpoint.read(args.checkpoint)
     except (OSError, checkpoint.CorruptCheckpoint) as error:
         raise InputError(f"{args.checkpoint}: {checkpoint.reason_of(error)}") from error
-    if "shards" in saved:
-        raise InputError(
-            f"{args.checkpoint} is in shards: make it whole with scripts/unshard.py first"
-        )
     if args.weights.exists():
         raise InputError(f"{args.weights} already exists")
     if not is_state_dict(saved.get("model")):

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import torch
 
-from common import devices, flags, results, schedule
+from common import devices, flags, results
 from common.errors import InputError, RunError
 
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
@@ -116,7 +116,7 @@ class Setting:
 
 @dataclass
 class Trial:
-    """What a setting gave: images/s, GiB or NaN, seconds from the command to the first line."""
+    """What a setting gave: samples/s, GiB or NaN, seconds from the command to the first line."""
 
     speed: float
     memory: float
@@ -147,7 +147,7 @@ def trained(events: list[dict]) -> tuple[float, float]:
 
 def time_of(event: dict) -> float:
     """The seconds since its epoch began."""
-    return event["samples"] / event["perf/images_per_sec"]
+    return event["samples"] / event["perf/samples_per_sec"]
 
 
 def gpu_memory() -> float:
@@ -166,7 +166,7 @@ def run(
 ) -> Trial:
     """Train with a command for `seconds`, and log every `interval` steps, or when the recipe does.
 
-    If it makes less than `hopeless` images/s, its first line is enough. Raises InputError or
+    If it makes less than `hopeless` samples/s, its first line is enough. Raises InputError or
     RunError with what the command said last.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
@@ -215,9 +215,9 @@ def start(line: str, output) -> subprocess.Popen:
 
 
 def speed_of(steps: list[dict]) -> float:
-    """images/s of the lines of training; of a single one, with its warm-up."""
+    """samples/s of the lines of training; of a single one, with its warm-up."""
     samples, seconds = trained(steps)
-    return samples / seconds if samples else steps[-1]["perf/images_per_sec"]
+    return samples / seconds if samples else steps[-1]["perf/samples_per_sec"]
 
 
 def reason(output: str) -> str:
@@ -240,7 +240,7 @@ def wait_for_steps(process, log_dir, seconds, hopeless):
         if first_line is None:
             first_line = time.perf_counter() - began
         _, done = trained(steps)
-        is_hopeless = steps[-1]["perf/images_per_sec"] < hopeless
+        is_hopeless = steps[-1]["perf/samples_per_sec"] < hopeless
         if is_hopeless or done >= seconds:
             break
     return first_line
@@ -276,13 +276,8 @@ class Search:
         """Run the default for a moment: how long a step takes, and its flags."""
         trial = run(self.command(self.default), 0.1, self.interval, self.on_gpu)
         config = trial.config
-        processes = self.default.processes
-        batch = config["global_batch_size"]
-        if batch is None:
-            batch = config["batch_size"] * config.get("accumulate", 1) * processes
-        factor = schedule.lr_factor(config["scale_lr"], processes, config["global_batch_size"])
-        lr = config["lr"] * factor
-        self.same_training = ["-G", str(batch), "--lr", f"{lr:g}"]
+        batch = config["global_batch"]
+        self.same_training = ["-G", str(batch), "--lr", repr(config["peak_lr"])]
         # Each logged step waits for the device, so with quick steps the recipe chooses when.
         self.interval = 1 if batch / trial.speed > 0.1 else None
         return config
@@ -415,7 +410,7 @@ def find(args, given) -> None:
     minutes = math.ceil(trials * seconds / 60)
     print(f"some {trials} trials of {seconds:.0f} s or more each: at least {minutes} minutes")
     print(f"the default: {search.command(default)}\n")
-    print("| setting | images/s | of the default | GiB | s to the first line |")
+    print("| setting | samples/s | of the default | GiB | s to the first line |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     search.measure(default)
     in_question = kinds(args, default)
@@ -439,7 +434,7 @@ def find(args, given) -> None:
     ratio = speeds[best] / speeds[default]
     in_trial = search.speed(best) / search.speed(default)
     print(
-        f"the fastest trained {speeds[best]:,.0f} images/s, {ratio:.2f} times as many as the "
+        f"the fastest trained {speeds[best]:,.0f} samples/s, {ratio:.2f} times as many as the "
         f"default (medians of {args.turns} turns; in its trial {in_trial:.2f} times):"
     )
     print(f"    {search.command(best)}")

@@ -29,7 +29,7 @@ sys.path.append(str(ROOT))
 
 import torch
 
-from common import checkpoint, flags, results, schedule
+from common import checkpoint, flags, results
 from common.errors import InputError, RunError
 
 # A checkpoint comes every five steps, and the signals between two of them. Both cut groups of two,
@@ -42,7 +42,7 @@ ROUNDING_IN_16_BITS = 0.1
 # Rounding grows from step to step, in some scripts up to the whole update. So the weights of one
 # process are rounded once more in a run of their own; several may grow so many times as far apart.
 GROWTH = 10
-FLAGS_OF_16_BITS = ("amp_dtype", "comm_hook", "fp16_allreduce", "opt_level", "param_dtype")
+FLAGS_OF_16_BITS = ("amp_dtype", "fp16_allreduce", "opt_level", "param_dtype")
 # BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
 OF_A_RANK = re.compile(r"running_(mean|var)$")
 MEANINGS = {
@@ -226,13 +226,9 @@ def on_one_process(command: list[str]) -> list[str] | None:
     return shlex.split(changed) if times else None
 
 
-def same_training(config: dict, processes: int) -> list[str]:
-    """The flags that give one process the global batch and the rate of `processes`."""
-    batch = config["global_batch_size"]
-    if batch is None:
-        batch = config["batch_size"] * config.get("accumulate", 1) * processes
-    factor = schedule.lr_factor(config["scale_lr"], processes, config["global_batch_size"])
-    return ["--global-batch-size", str(batch), "--lr", repr(config["lr"] * factor)]
+def same_training(config: dict) -> list[str]:
+    """The flags that give one process the global batch and the rate of several."""
+    return ["--global-batch-size", str(config["global_batch"]), "--lr", repr(config["peak_lr"])]
 
 
 def prove(proof: Proof) -> None:
@@ -278,13 +274,13 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
         proof.row(check, "not tried: the command names no number of processes")
         return
     saved, _ = checkpoint.read(whole / "log" / "last.pt")
-    if not {"global_batch_size", "scale_lr"} <= saved["config"].keys():
+    if not {"global_batch", "peak_lr"} <= saved["config"].keys():
         proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
         return
     if lines_of(whole / "rank-0.jsonl")[0]["has_batch_norm"]:
         proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
     # Both with the same flags, as the rate of one process is where a warm-up begins.
-    flags_of_both = same_training(saved["config"], ranks)
+    flags_of_both = same_training(saved["config"])
 
     # Without what each rank has of its own, dropout and BatchNorm's statistics: they would hide a
     # wrong loss.

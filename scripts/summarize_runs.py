@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from common import results
 from common.errors import show
 
-OF_A_RUN = ("log_dir", "resume")
+OF_A_RUN = ("log_dir", "resume", "peak_lr")
 # What a run has not.
 NONE = "-"
 

@@ -39,25 +39,27 @@ class AfterCommonRun:
 
 def watch(run_class):
     """Let `run_class` tell a Recorder of each step."""
-    batches, save = run_class.batches, run_class.save
+    steps, save = run_class.steps, run_class.save
 
-    def recorded_batches(run, loader):
+    def recorded_steps(run, train):
         if not hasattr(run, "recorder"):
             run.recorder = Recorder(run)
-        for batch in batches(run, loader):
-            yield batch
-            run.recorder.look()
+            advance = run.position.advance
+
+            def advance_and_look():
+                advance()
+                run.recorder.look()
+
+            run.position.advance = advance_and_look
+        return steps(run, train)
 
     def recorded_save(run, *args, **kwargs):
-        # The loop ends within its last step if the run is told to stop.
-        if hasattr(run, "recorder"):
-            run.recorder.look()
         save(run, *args, **kwargs)
         # Before the last evaluation.
         if hasattr(run, "recorder") and "PROVE_EVALUATE" in os.environ:
             run.recorder.take_weights(os.environ["PROVE_EVALUATE"])
 
-    run_class.batches, run_class.save = recorded_batches, recorded_save
+    run_class.steps, run_class.save = recorded_steps, recorded_save
 
 
 class Recorder:

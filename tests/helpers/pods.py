@@ -113,22 +113,22 @@ def documents(manifest, changes):
 # Before a step is counted, all ranks wait at a gate: a fault comes at a step that is known, however
 # slow podman is. A rank that was told to stop opens the gate for the others.
 GATE = """\
-        gate = Path(args.log_dir, f"gate-{position.steps}")
-        if position.steps in GATES and not gate.exists():
-            import time
-            # A line in one piece: other ranks print, too.
-            sys.stdout.write(f"at {gate.name}\\n")
-            sys.stdout.flush()
-            while not (run.stop.requested or gate.exists()):
-                time.sleep(0.05)
-            gate.touch()
+            gate = Path(args.log_dir, f"gate-{run.position.steps}")
+            if run.position.steps in GATES and not gate.exists():
+                import time
+                # A line in one piece: other ranks print, too.
+                sys.stdout.write(f"at {gate.name}\\n")
+                sys.stdout.flush()
+                while not (run.stop.requested or gate.exists()):
+                    time.sleep(0.05)
+                gate.touch()
 """
 
 
 def with_gates(recipe, steps, folder):
     """A copy of a recipe, and of what it imports, in `folder`, which waits at each of `steps`."""
     gate = GATE.replace("GATES", str(steps))
-    return changed_copy(folder, recipe, STEP, gate + STEP) / Path(recipe).name
+    return changed_copy(folder, recipe, STEP, STEP + gate) / Path(recipe).name
 
 
 def bytes_of(quantity):

@@ -102,25 +102,20 @@ from common.data import DataObject, EpochSampler, TensorLoader
 
 
 def parse_args():
-    parser = flags.Parser(__doc__)
-    parser.set_defaults(dataset="mine")
-    add = parser.add_argument
-    add("-b", "--batch-size", type=int, default=8)
-    add("-G", "--global-batch-size", type=int)
-    add("--scale-lr", default="linear")
-    add("--lr", type=float, default=0.5)
-    flags.add_run_flags(parser)
+    parser = flags.Parser(__doc__, task="mine")
+    flags.add_training_flags(parser, epochs=1, batch_size=8, lr=0.5)
     return parser.parse_args()
 
 
-def load_data(args, device, rank, world_size):
+def load_data(args, world):
     count = 110 if os.environ["RANK"] == os.environ.get("MORE") else 100
-    batch_size = schedule.per_process(args.batch_size, args.global_batch_size, world_size)
-    sampler = EpochSampler(count, batch_size, rank, world_size)
+    batch_size = schedule.batch_size(args, world.size)
+    sampler = EpochSampler(count, batch_size, world.rank, world.size)
     train_set, val_set = (TensorDataset(torch.zeros(n, 3)) for n in (count, 30))
-    train = DataObject(train_set, sampler, TensorLoader(train_set, sampler, batch_size, device))
+    loader = TensorLoader(train_set, sampler, batch_size, world.device)
+    train = DataObject(train_set, sampler, loader)
     # The third is for a loop that reads two data sets.
-    return train, DataObject(val_set, range(rank, 30, world_size), None), train
+    return train, DataObject(val_set, range(world.rank, 30, world.size), None), train
 """
 
 

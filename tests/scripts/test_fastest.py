@@ -89,7 +89,7 @@ def test_the_fastest(found, tmp_path):
     assert rows["--channels-last --compile processes: 2"] == "300 | 3.00 | - | 3"
     # Each beside the fastest before it, and bf16 not in another memory format.
     assert "slower here: bf16 (0.20), processes: 1, OMP_NUM_THREADS=1 (0.60)\n" in said
-    assert "the fastest trained 300 images/s, 3.00 times as many as the default" in said
+    assert "the fastest trained 300 samples/s, 3.00 times as many as the default" in said
     (line,) = re.findall(r"^    (.+)$", said, re.M)
     assert line.endswith(
         "mnist/ddp_launch.py --device cpu -G 8 --lr 0.02 --channels-last --compile"
@@ -126,7 +126,7 @@ def test_memory_of_gpus(says, gib, tmp_path, monkeypatch):
 
 
 def event(epoch, samples, seconds):
-    return {"epoch": epoch, "samples": samples, "perf/images_per_sec": samples / seconds}
+    return {"epoch": epoch, "samples": samples, "perf/samples_per_sec": samples / seconds}
 
 
 def test_speed_between_lines():

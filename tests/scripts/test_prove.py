@@ -94,7 +94,7 @@ class Fault:
     says: dict[str, str]
 
 
-STEP = "    step = make_step(model, optimizer, sums)\n"
+STEP = "    def step(images, labels):\n"
 BACKWARD = "        loss.backward()\n        optimizer.step()\n"
 LOSS = "        loss = F.cross_entropy(logits, labels)\n" + BACKWARD
 # The scripts, each with faults that do not hide each other.
@@ -117,27 +117,28 @@ WRONG = [
             "            critic(logits.detach()).square().mean().backward()\n"
             "            slow.step()\n"
             "        return logits + 0.1 * critic(logits).detach()\n"
-            "    model.module.register_forward_hook(update)\n" + STEP,
+            "    model.register_forward_hook(update)\n" + STEP,
             {"outside": r"(?=.*Linear critic)(?=.*SGD slow)"},
         ),
         Fault(
             "a run that does not save within an epoch",
-            "            if run.save_due:\n",
-            "            if False:\n",
+            "    run = Run(args, world, state, sums, rates, train)\n",
+            "    args.checkpoint_every = None\n"
+            "    run = Run(args, world, state, sums, rates, train)\n",
             {"SIGKILL": r"\*\*it began again at step 1\*\*"},
         ),
         Fault(
             "a state of each rank",
-            "    best = Best()\n",
-            "    best = Best()\n    best.update(rank)\n",
+            "    while not run.over:\n",
+            "    run.best.update(world.rank)\n    while not run.over:\n",
             {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 is not that"},
         ),
     ],
     [
         Fault(
             "a run that does not hear the signal",
-            "            if run.stop.agreed:\n",
-            "            if False:\n",
+            "    while not run.over:\n",
+            "    run.stop.carried_by = lambda all_reduce: all_reduce\n    while not run.over:\n",
             {"SIGTERM": r"\*\*it went on to its end\*\*"},
         ),
         # Not in the first step, as with a rate of 0 there, or where its batches have no padding.
@@ -150,8 +151,8 @@ WRONG = [
         ),
         Fault(
             "figures of one rank",
-            "    return averages(sums.total(dist.all_reduce))\n",
-            "    return averages(sums.total())\n",
+            "    return sums.result(dist.all_reduce)\n",
+            "    return sums.result()\n",
             {"figures": r"\*\*differs\*\*: val/loss is [\d.]+ on 2 processes, [\d.]+ on one"},
         ),
     ],
@@ -160,13 +161,13 @@ WRONG = [
             "a gradient of several steps",
             BACKWARD,
             "        loss.backward()\n"
-            "        step.calls = getattr(step, 'calls', 0) + 1\n"
+            "        global kept, calls\n"
+            "        calls += 1\n"
             "        optimizer.step()\n"
             "        weights = list(model.parameters())\n"
-            "        kept = [w.grad.clone() for w in weights] if step.calls % 2 else []\n"
-            "        for weight, grad in zip(weights, step.kept):\n"
+            "        for weight, grad in zip(weights, kept):\n"
             "            weight.data -= 0.01 * grad\n"
-            "        step.kept = kept\n",
+            "        kept = [w.grad.clone() for w in weights] if calls % 2 else []\n",
             {
                 "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
                 "SIGTERM": r"\*\*differs\*\* from step 8: model.* of rank 0",
@@ -178,7 +179,7 @@ WRONG = [
             STEP,
             "    def draw(module, inputs, logits):\n"
             "        return logits if module.training else logits + torch.randn_like(logits)\n"
-            "    model.module.register_forward_hook(draw)\n" + STEP,
+            "    model.register_forward_hook(draw)\n" + STEP,
             {
                 "figures": r"\*\*differs\*\*: val/loss is [\d.]+ on 2 processes, [\d.]+ on one",
                 "replicas": "yes, and give one batch the same answer",
@@ -195,7 +196,7 @@ WRONG = [
             "    def scale(module, inputs):\n"
             "        guessed.setdefault('scale', inputs[0].std().item())\n"
             "        return (inputs[0] / guessed['scale'],)\n"
-            "    model.module.register_forward_pre_hook(scale)\n" + STEP,
+            "    model.register_forward_pre_hook(scale)\n" + STEP,
             {
                 "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
                 "replicas": r"\*\*no\*\* from step 4: the answer to one batch",
@@ -204,18 +205,20 @@ WRONG = [
         Fault(
             "a scaler that is not in the state",
             BACKWARD,
-            "        step.scaler.scale(loss).backward()\n"
-            "        step.scaler.step(optimizer)\n"
-            "        step.scaler.update()\n",
+            "        scaler.scale(loss).backward()\n"
+            "        scaler.step(optimizer)\n"
+            "        scaler.update()\n",
             {"outside": r"\*\*GradScaler\*\*"},
         ),
     ],
 ]
 # Dropout, which must not hide what is wrong.
-MORE = """    model.module.append(torch.nn.Dropout(0.1))
-    step.kept = []
-    step.scaler = torch.amp.GradScaler("cpu")
-    return step
+MODEL = "    model = digits.build(args.model).to(world.device)\n"
+MORE = """    model.append(torch.nn.Dropout(0.1))
+    global kept, calls, scaler
+    kept = []
+    calls = 0
+    scaler = torch.amp.GradScaler("cpu")
 """
 
 
@@ -223,7 +226,7 @@ MORE = """    model.module.append(torch.nn.Dropout(0.1))
     "faults", WRONG, ids=lambda faults: ", ".join(fault.name for fault in faults)
 )
 def test_a_wrong_script(faults, proved, tmp_path):
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", "    return step\n", MORE)
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", MODEL, MODEL + MORE)
     script = copy / "ddp_launch.py"
     text = script.read_text()
     for fault in faults:
@@ -244,8 +247,8 @@ def test_a_wrong_script(faults, proved, tmp_path):
 
 def test_a_script_that_ends_early(proved, tmp_path):
     """With status 0: the rows would compare what there is."""
-    line = "        position.advance()\n"
-    early = "        if position.steps == 8:\n            sys.exit()\n"
+    line = "            step(images, labels)\n"
+    early = "            if run.position.steps == 8:\n                sys.exit()\n"
     copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, line + early)
     with pytest.raises(RunError, match="ended before step 12"):
         proved(f"{TORCHRUN} {copy}/ddp_launch.py {FLAGS}")

@@ -9,7 +9,6 @@ import re
 import sys
 
 import pytest
-import torch
 from cluster import MPI_INIT_CAN_CRASH
 from forked import compute
 from launch import (
@@ -37,16 +36,17 @@ URGENT = "sbatch --wait --partition=urgent --nodes=2 --exclusive --wrap='sleep 1
 # while it waits, and the test decides when it goes on. It also goes on when a rank is told to stop.
 # A file shows that a rank waits, as the output of another rank could tear a line apart.
 WAITS = """\
-        from waiting import wait
+            from waiting import wait
 
-        wait(run, rank)
+            wait(run)
 """
 WAITING = """\
 import time
 from pathlib import Path
 
 
-def wait(run, rank):
+def wait(run):
+    rank = run.world.rank
     epoch = run.position.epoch
     told = Path(f"told-{epoch}-{run.position.samples}")
     run.watchdog.cancel()
@@ -67,7 +67,7 @@ def wait_from(folder, epoch):
 
 def make_waiting_copy(folder, recipe, copy=changed_copy):
     """Copy a recipe that waits to `folder`, where its jobs run."""
-    copy(folder, recipe, STEP, WAITS + STEP)
+    copy(folder, recipe, STEP, STEP + WAITS)
     (folder / recipe).with_name("waiting.py").write_text(WAITING)
 
 
@@ -226,7 +226,7 @@ dist.init_process_group("gloo")
 
 
 def test_fsdp_under_srun(submit, cluster, tmp_path):
-    """Two nodes write their shards to one folder, and a job that is preempted goes on from them.
+    """Each of two nodes has a share of the weights, and a preempted job resumes from the whole.
 
     First, the message and the cure of docs/clusters.md where a host's name is a loopback address.
     """
@@ -252,7 +252,7 @@ def test_fsdp_under_srun(submit, cluster, tmp_path):
         "imagenet/fsdp.py --arch convnet --image-size 32 --synthetic 160 -b 8 --epochs 2 "
         "--lr 0.001 --device cpu --log-interval 5 -j 0"
     )
-    job = submit(f"{script} {flags} --sharded-checkpoint", **environment, GLOO_SOCKET_IFNAME="eth0")
+    job = submit(f"{script} {flags}", **environment, GLOO_SOCKET_IFNAME="eth0")
     wait_for_ranks(job, 1)
     cluster.run(URGENT)
     sample = wait_for_stop(job, 1)
@@ -260,8 +260,7 @@ def test_fsdp_under_srun(submit, cluster, tmp_path):
     wait_from(tmp_path, 2)
     job.finish()
     compute(f"torchrun --standalone --nproc-per-node=2 {flags} --log-dir log", tmp_path)
-    compute(f"python {ROOT}/scripts/unshard.py {job.runs()}/last.pt whole.pt", tmp_path)
-    saved = torch.load(tmp_path / "whole.pt", weights_only=True)
+    saved = checkpoint(job.runs())
     undisturbed = checkpoint(tmp_path / "log")
     assert_same(saved["model"], undisturbed["model"])
     assert_same(saved["optimizer"], undisturbed["optimizer"])
