@@ -1,9 +1,12 @@
 """The documents are right: links resolve, and what is copied from the code agrees with it."""
 
 import re
+import textwrap
 
 import pytest
-from recipes import MINIMAL, ROOT
+from forked import compute
+from launch import checkpoint, largest_difference
+from recipes import MINIMAL, ROOT, changed_copy
 
 from docs import changes, draw
 
@@ -92,3 +95,19 @@ def test_what_the_page_on_tutorials_says_to_search_for_is_there():
         text = (page.parent / path).read_text()
         missing = [code for code in re.findall(r"`([^`]+)`", to_search) if code not in text]
         assert missing == [], path
+
+
+def test_gradients_in_16_bits(tmp_path):
+    """As the page on strategies sends them: nearly the same weights, but not the same."""
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    (hook,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    line = "    ddp_model.broadcast_buffers = False\n"
+    weights = {}
+    for name, lines in (("fp32", line), ("bf16", line + textwrap.indent(hook, "    "))):
+        folder = tmp_path / name
+        changed_copy(folder, "mnist/ddp_launch.py", line, lines)
+        flags = "--device cpu --model lenet --synthetic 320 -b 16 --epochs 1 --log-dir log"
+        start = "torchrun --standalone --nproc-per-node=2"
+        compute(f"{start} mnist/ddp_launch.py {flags}", cwd=folder)
+        weights[name] = checkpoint(folder / "log")["model"]
+    assert 0 < largest_difference(weights["bf16"], weights["fp32"]) < 0.1
