@@ -201,7 +201,7 @@ def resume(
     folder: Path | None,
     state: dict,
     config: dict,
-    may_change: set[str],
+    may_change: list[str],
     optional: set[str],
     world: World,
 ) -> Found:
@@ -235,7 +235,7 @@ def check_format(saved: dict) -> None:
         raise InputError("it has no config")
 
 
-def check_config(saved: dict, config: dict, may_change: set[str]) -> None:
+def check_config(saved: dict, config: dict, may_change: list[str]) -> None:
     """Raise InputError if flags that both have differ, and are not of those that may."""
     differences = [
         f"{flag} {brief(saved[flag])} (and this run {value})"

@@ -56,7 +56,8 @@ class Parser(argparse.ArgumentParser):
             if takes_path(action) and is_url(value):
                 name = "/".join(action.option_strings) or action.dest
                 self.error(f"{name} {value}: give a local path, as no URL is read or written")
-        parsed.may_change = self.may_change
+        # A list, as the order of a set differs between processes.
+        parsed.may_change = sorted(self.may_change)
         return parsed, rest
 
     def error(self, message: str):

@@ -85,7 +85,7 @@ def test_wrong_inputs(tmp_path):
         ("--batch-sizes 3", "unrecognized arguments: --batch-sizes"),
         ("--synthetic 100", "do not fill one batch of 128"),
         ("--recipe none.py", "there is no such file"),
-        (f"--recipe {ROOT}/mnist/single.py", "single.py needs the function load_data"),
+        (f"--recipe {ROOT}/mnist/digits.py", "digits.py needs the function parse_args"),
     ):
         lines = compute(f"python {SCRIPT} {flags}", cwd=tmp_path, status=2).splitlines()
         assert lines[-1].startswith("doctor.py: ") and complaint in lines[-1]
@@ -280,7 +280,7 @@ COPY = "torchrun --standalone --nproc-per-node=2 scripts/doctor.py"
 def test_wrong_shards(replaced, tmp_path):
     replaced("common/data.py", "[self.rank :: self.world_size]", "[0 :: self.world_size]")
     replaced(
-        "cifar10/ddp_launch.py", "range(rank, len(val_set), world_size)", "range(len(val_set))"
+        "cifar10/ddp_launch.py", "range(world.rank, len(val_set), world.size)", "range(len(val_set))"
     )
     assert verdict(compute(f"{COPY} --synthetic 1000", cwd=tmp_path, status=1)) == (
         "doctor: the shards of training are wrong, "

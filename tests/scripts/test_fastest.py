@@ -15,7 +15,7 @@ from common.errors import InputError, RunError
 from scripts import fastest
 
 FASTEST = f"python {ROOT}/scripts/fastest.py"
-CONFIG = {"global_batch_size": None, "batch_size": 8, "scale_lr": "linear", "lr": 0.02}
+CONFIG = {"global_batch": 8, "peak_lr": 0.02}
 
 
 def arguments(command, monkeypatch):
@@ -28,7 +28,7 @@ def arguments(command, monkeypatch):
 def test_a_trial(monkeypatch):
     """It starts the recipe as a user does, and ends it."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    flags = f"{ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu"
+    flags = f"{ROOT}/mnist/single.py --synthetic 64000 --model lenet --device cpu"
     search = fastest.Search(*arguments(flags, monkeypatch))
     trial = search.run(search.default)
     assert trial.speed > 0
