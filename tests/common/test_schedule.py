@@ -85,6 +85,9 @@ def test_a_global_batch_is_shared():
     assert schedule.batch_size(parsed("-b 64 -G 24"), 4) == 6
     with pytest.raises(InputError, match="multiple of 5"):
         schedule.batch_size(parsed("-G 24"), 5)
+    args = parsed("-G 24")
+    args.accumulate = 3
+    assert schedule.batch_size(args, 4) == 2
 
 
 @given(

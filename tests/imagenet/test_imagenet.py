@@ -26,6 +26,7 @@ from recipes import ROOT, in_float64, keep_checkpoints, small
 from cifar10 import cifar
 from common import devices
 from common.errors import InputError
+from common.log import in_words
 from common.metrics import Sums
 from imagenet import networks
 
@@ -82,8 +83,9 @@ def test_resumes_within_an_epoch(learned, cifar_tree, tmp_path):
     for part in ("model", "optimizer", "position", "best"):
         assert_same(resumed[part], whole[part])
     expected, found = figures(log), figures(tmp_path / "log")
-    for name in expected:
-        assert found[name] == expected[name] or name.startswith("perf/")
+    # The sum of the losses is added in parts, and so may differ in its last bits.
+    for name in [name for name in expected if not name.startswith("perf/")]:
+        assert found[name] == pytest.approx(expected[name], rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp_launch", "hvd_gloo"])
@@ -93,11 +95,10 @@ def test_evaluate(strategy, learned, cifar_tree, tmp_path):
         need_horovod(strategy)
     recipes, log = learned
     command = strategies(3, recipes)[strategy]
-    flags = f"--data-dir {cifar_tree} {CIFAR} -b 32 --evaluate --resume {log}/last.pt"
+    flags = f"--data-dir {cifar_tree} {CIFAR} -b 32 --evaluate --init-from {log}/last.pt"
     output = compute(f"{command} {flags}", cwd=tmp_path)
-    loss, *accuracies = (figures(log)[f"val/{name}"] for name in ("loss", "accuracy", "top5"))
-    top1, top5 = (f"{accuracy:.2%}" for accuracy in accuracies)
-    assert f"200 val images: loss {loss:.4f} acc {top1} top-5 {top5}\n" in output
+    result = {name: figures(log)[f"val/{name}"] for name in ("loss", "accuracy", "top5")}
+    assert f"200 val images: {in_words(result)}\n" in output
     assert not list(tmp_path.iterdir()), "it writes no files"
 
 
@@ -105,10 +106,10 @@ def test_top_5():
     """The class of the k-th of ten images is in the k-th place: five are among the first five."""
     logits = -torch.arange(10.0).expand(10, 10)
     labels = torch.arange(10)
-    add_to = runpy.run_path(str(ROOT / "imagenet" / "single.py"), run_name="recipe")["add_to"]
-    sums = Sums(torch.device("cpu"), "loss", "correct", "correct5", "images")
-    add_to(sums, torch.tensor(2.0), logits, labels)
-    assert sums.total() == {"loss": 20, "correct": 1, "correct5": 5, "images": 0}
+    recipe = runpy.run_path(str(ROOT / "imagenet" / "single.py"), run_name="recipe")
+    sums = Sums(torch.device("cpu"), recipe["averages"])
+    recipe["add_to"](sums, torch.tensor(2.0), logits, labels)
+    assert sums.result() == {"loss": 2, "accuracy": 0.1, "top5": 0.5}
 
 
 ACCUMULATED = (
@@ -133,9 +134,7 @@ def test_accumulate(strategy, whole, tmp_path):
         need_horovod(strategy)
     recipes, expected = whole
     command = {"single": f"python {recipes}/single.py", **strategies(2, recipes)}[strategy]
-    output = compute(f"{command} {ACCUMULATED} --global-batch-size 32 --accumulate 4", cwd=tmp_path)
-    batch = 8 if strategy == "single" else 4
-    assert f"each step accumulates 4 batches of {batch} per process\n" in output
+    compute(f"{command} {ACCUMULATED} --global-batch-size 32 --accumulate 4", cwd=tmp_path)
     parts = checkpoint(tmp_path / "log")
     assert largest_difference(parts["model"], expected["model"]) < TOLERANCE
     assert [result["step"] for result in evaluations(tmp_path / "log")] == [5, 10]
@@ -165,7 +164,8 @@ def test_compiled_and_channels_last(tmp_path, monkeypatch):
         ("--label-smoothing 2", "--label-smoothing: 2"),
         ("--accumulate 0", "--accumulate: 0"),
         ("--loader libjpeg", "pillow"),
-        ("--evaluate", "--resume"),
+        ("--evaluate", "--init-from FILE"),
+        ("--evaluate --init-from weights.pt --resume last.pt", "no --resume"),
     ],
 )
 def test_wrong_flag(flags_of_it, says, tmp_path):

@@ -113,8 +113,7 @@ def test_machines_with_different_images(tree, tmp_path):
         for number, machine in enumerate(("first", "second"))
     ]
     assert [job.finish() for job in jobs] == [2, 2]
-    waits, error = jobs[0].output().splitlines()
-    assert "wait for each other" in waits
+    *_, error = jobs[0].output().splitlines()
     assert error.startswith("ddp_spawn.py: the data set is not the same on all ranks")
     assert not (tmp_path / "first" / "log").exists()
 

@@ -37,15 +37,15 @@ def good(folder):
 
 def faulty_copy(to, strategy, condition, fault):
     """Copy a strategy's recipe, in which rank 1 has the fault in the step for which it holds."""
-    line = f"        if rank == 1 and {condition}:\n            {fault}\n"
+    line = f"            if world.rank == 1 and {condition}:\n                {fault}\n"
     return changed_copy(to, f"mnist/{RECIPES[strategy]}.py", STEP, line + STEP)
 
 
 MEMORY_LIMIT = (
     "import psutil, resource\n"
-    "            limit = psutil.Process().memory_info().vms + 2**20\n"
-    "            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-    "            images.repeat(10_000, 1, 1, 1)"
+    "                limit = psutil.Process().memory_info().vms + 2**20\n"
+    "                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+    "                images.repeat(10_000, 1, 1, 1)"
 )
 
 
@@ -62,7 +62,7 @@ def test_fault_of_one_rank(strategy, fault, tmp_path):
     """In the second epoch: all ranks end, and the checkpoint of the first epoch is good."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    step = "(position.epoch, position.samples) == (1, 256)"
+    step = "(run.position.epoch, run.position.samples) == (1, 256)"
     copy = faulty_copy(tmp_path, strategy, step, fault)
     command = f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log"
     output = fails(command, tmp_path)
@@ -74,13 +74,13 @@ def test_fault_of_one_rank(strategy, fault, tmp_path):
 def test_a_rank_hangs(tmp_path):
     """The watchdogs end both ranks, and torchfrtrace names the one for which the other waited."""
     # The watchdog also sees the first step of an epoch.
-    step = "(position.epoch, position.samples) == (1, 0)"
+    step = "(run.position.epoch, run.position.samples) == (1, 0)"
     copy = faulty_copy(tmp_path, "ddp_launch", step, "__import__('time').sleep(1000)")
     command = f"{strategies(2, copy)['ddp_launch']} {SHORT} --epochs 3 --log-dir log --timeout 30"
     output = fails(command, tmp_path, TORCH_FR_BUFFER_SIZE="2000")
     assert "Timeout (0:00:30)!" in output
     # Ranks that write at the same time mix their words, but not the letters of a word.
-    assert " in train_to_evaluation" in output
+    assert " in step" in output
     assert place(good(tmp_path / "log"))[0] == 1
     # That of 2.11 does not read what ranks of Gloo write.
     if not torch.__version__.startswith("2.11."):
@@ -95,7 +95,7 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
     """All ranks end in the same step and say why, and the checkpoint from before is good."""
     if strategy.startswith("hvd"):
         need_horovod(strategy)
-    copy = faulty_copy(tmp_path, strategy, "position.epoch == 1", "sums.add(loss=float('nan'))")
+    copy = faulty_copy(tmp_path, strategy, "run.position.epoch == 1", "sums.add(loss=float('nan'))")
     command = f"{strategies(2, copy)[strategy]} {SHORT} --epochs 3 --log-dir log"
     output = compute(command, tmp_path, status=1)
     assert output.count("the loss is not finite") == 2, output
@@ -120,7 +120,7 @@ def test_disk_full_during_a_save(strategy, tmp_path):
 def test_disk_full_for_results(tmp_path):
     """TensorBoard and results.jsonl cannot be written: training goes on, and says so."""
     # The checkpoints lie elsewhere: only results fill the disk.
-    loop = "    while not position.over:\n"
+    loop = "    while not run.over:\n"
     copy = changed_copy(tmp_path, "mnist/single.py", loop, f"    run.folder = Path('.')\n{loop}")
     command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
     output = compute(command, tmp_path, disk=("disk", "8k"))
@@ -131,8 +131,8 @@ def test_disk_full_for_results(tmp_path):
 def test_folder_becomes_read_only(tmp_path):
     # A second mount, in front of the first, which has a file open.
     remount = "mount --bind disk disk && mount -o remount,bind,ro disk"
-    line = f"        if position.steps == 15:\n            assert os.system({remount!r}) == 0\n"
-    copy = changed_copy(tmp_path, "mnist/single.py", STEP, f"        import os\n{line}{STEP}")
+    line = f"if run.position.steps == 15: assert __import__('os').system({remount!r}) == 0"
+    copy = changed_copy(tmp_path, "mnist/single.py", STEP, f"            {line}\n{STEP}")
     command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
     output = fails(command, tmp_path, disk=("disk", "10m"))
     assert output.count("cannot save in disk (Read-only file system)") == 1

@@ -81,12 +81,6 @@ def test_an_old_torch(tmp_path, monkeypatch):
     assert "--batch-size" in refused_here("mnist/ddp_spawn.py --batch-size 0", tmp_path)
 
 
-def test_global_batch_that_does_not_divide(tmp_path):
-    assert "take a multiple of 3" in refused_here(
-        "imagenet/single.py --synthetic 320 -G 32 --accumulate 3", tmp_path
-    )
-
-
 @pytest.mark.parametrize(
     "flags", ["-n 2 -nr 2", "-n 2 -nr 1"], ids=["no such machine", "no address of the first"]
 )
@@ -161,12 +155,12 @@ def altered(log, **values):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("cifar10/single.py --model convnet", "dataset mnist"),
+        ("cifar10/single.py --model convnet", "task mnist"),
         ("mnist/single.py --wd 0.1", "weight_decay 0"),
         ("mnist/single.py --model lenet", "model convnet"),
         ("mnist/single.py --seed 1", "seed 0"),
         ("mnist/single.py --synthetic 640", "synthetic 320"),
-        ("mnist/single.py --scale-lr none", "scale_lr linear"),
+        ("mnist/single.py --warmup-epochs 2", "warmup_epochs 1"),
     ],
 )
 def test_checkpoint_of_another_run(command, says, log, tmp_path):

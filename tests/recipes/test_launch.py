@@ -116,9 +116,9 @@ def check_run(recipe, command, output, log_dir):
     assert len(starts) == 1, output
     assert re.match(rf"mnist: {strategy} \| world size {world_size} \|", starts[0]), output
     assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in starts[0], output
-    result = r"loss [\d.]+ acc [\d.]+%"
-    speed = r"[\d,]+ images/s \| \d+% data wait \| after 0:\d\d:\d\d"
-    line = rf"^epoch 1/1: {result} \| val {result} \| {speed}$"
+    result = r"loss [\d.]+ accuracy [\d.]+"
+    speed = r"[\d,]+ samples/s \| \d+% data wait \| after 0:\d\d:\d\d"
+    line = rf"^epoch 1/1: train {result} \| val {result} \| {speed}$"
     assert len(re.findall(line, output, re.MULTILINE)) == 1, output
     (result,) = evaluations(log_dir)
     assert result["epoch"] == 1
@@ -225,7 +225,7 @@ def test_all_threads_have_the_policy_batch(tmp_path):
     path = copy / "ddp_launch.py"
     # Tests in this process change its policy, which a forked one inherits.
     other = "import os; os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))\n"
-    path.write_text(path.read_text().replace("import argparse\n", f"import argparse\n{other}", 1))
+    path.write_text(path.read_text().replace("import sys\n", f"import sys\n{other}", 1))
     flags = "--dry-run --synthetic --model lenet --device cpu"
     output = compute(f"torchrun --nproc-per-node=2 {path} {flags}", tmp_path)
     assert output.count(f"policies {{{os.SCHED_BATCH}}}") == 2

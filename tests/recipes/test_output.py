@@ -40,7 +40,7 @@ def test_lines_within_an_epoch(logged):
     steps = events(log, "step")
     assert [line["step"] for line in steps] == expected
     assert [line["samples"] for line in steps] == [320, 640] * 3
-    assert {"train/loss", "train/accuracy", "train/lr", "perf/images_per_sec"} <= set(steps[0])
+    assert {"train/loss", "train/accuracy", "train/lr", "perf/samples_per_sec"} <= set(steps[0])
 
 
 def test_tensorboard_has_the_scalars(logged):
@@ -50,7 +50,7 @@ def test_tensorboard_has_the_scalars(logged):
     _, log = logged
     scalars = EventAccumulator(str(log)).Reload()
     assert [line["step"] for line in events(log, "evaluation")] == [10, 20, 30]
-    names = ["perf/data_wait", "perf/images_per_sec", "perf/seconds"]
+    names = ["perf/data_wait", "perf/samples_per_sec", "perf/seconds"]
     names += ["train/accuracy", "train/loss", "train/lr", "val/accuracy", "val/loss"]
     assert sorted(scalars.Tags()["scalars"]) == names
     for name in names:
@@ -90,6 +90,5 @@ def test_progress_bar_on_a_terminal_only(logged, tmp_path):
     assert "step/s" not in printed
     command = f"{SINGLE} --synthetic 2048 --epochs 1 --log-interval 16"
     shown = run(f"script -qec 'stty columns 100 rows 40; {command}' /dev/null", cwd=tmp_path)
-    assert "step/s" in shown
-    assert "loss=" in shown
+    assert re.search("step/s.*loss", shown)
     assert re.findall(r"step (\d+)/32: ", shown) == ["16", "32"]

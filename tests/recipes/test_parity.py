@@ -111,8 +111,7 @@ def test_all_begin_with_the_weights_of_rank_0(strategy, single, tmp_path):
         need_horovod(strategy)
     seed = "torch.manual_seed(args.seed)"
     name = f"{strategy.removesuffix('_gloo')}.py"
-    rank = "hvd.rank()" if strategy.startswith("hvd") else "dist.get_rank()"
-    another = f"torch.manual_seed(args.seed + {rank})"
+    another = "torch.manual_seed(args.seed + world.rank)"
     folder = in_float64(tmp_path, "mnist", name, seed, another)
     weights = train(strategies(2, folder)[strategy], 2, tmp_path, tmp_path / "log")
     assert largest_difference(weights, single("mnist")[1]) < TOLERANCE

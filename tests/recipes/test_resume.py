@@ -233,7 +233,7 @@ def test_told_to_stop_at_any_moment(strategy, tmp_path):
 
 def test_killed_in_an_evaluation(two_epochs, tmp_path):
     """The training before it is saved: the run goes on with this evaluation."""
-    line = "    for batch in watchdog.watch(val.loader):\n"
+    line = "    for images, labels in run.batches(val.loader):\n"
     copy = changed_copy(
         tmp_path, "mnist/single.py", line, line + "        __import__('signal').raise_signal(9)\n"
     )
@@ -247,13 +247,13 @@ def test_killed_in_an_evaluation(two_epochs, tmp_path):
 def test_4_2_1_and_3_processes_within_an_epoch(tmp_path):
     """Stopped at random samples: they use each sample once, and end where one process ends."""
     line = (
-        "        import os, signal\n"
-        "        sampler = train.sampler\n"
-        "        k = (position.samples - sampler.start) // sampler.world_size\n"
-        "        with open(f'used-{rank}', 'a') as file:\n"
-        "            print(*list(sampler)[k : k + sampler.batch_size], file=file)\n"
-        "        if position.samples == int(os.environ['STOP_AT']):\n"
-        "            signal.raise_signal(signal.SIGTERM)\n"
+        "            import os, signal\n"
+        "            sampler = train.sampler\n"
+        "            k = (run.position.samples - sampler.start) // sampler.world_size\n"
+        "            with open(f'used-{world.rank}', 'a') as file:\n"
+        "                print(*list(sampler)[k : k + sampler.batch_size], file=file)\n"
+        "            if run.position.samples == int(os.environ['STOP_AT']):\n"
+        "                signal.raise_signal(signal.SIGTERM)\n"
     )
     in_float64(
         tmp_path, "mnist", "ddp_launch.py", STEP, line + STEP
@@ -287,8 +287,8 @@ def test_warned_at_the_end_of_an_epoch(epoch, sample, interval, two_epochs, tmp_
     If that is after the last step of an epoch, the resumed run still evaluates it.
     """
     raised = (
-        f"        if (position.epoch, position.samples) == ({epoch}, {sample}):\n"
-        "            __import__('signal').raise_signal(10)\n"
+        f"            if (run.position.epoch, run.position.samples) == ({epoch}, {sample}):\n"
+        "                __import__('signal').raise_signal(10)\n"
     )
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, raised + STEP)
     flags = f"{TWO_EPOCHS} --log-interval {interval} --log-dir part"
@@ -310,9 +310,9 @@ def test_from_launcher_to_launcher(tmp_path):
     """
     need_horovod()
     stops = (
-        "        import os, signal\n"
-        "        if position.samples == int(os.environ['STOP_AT']) - 64:\n"
-        "            signal.raise_signal(signal.SIGUSR1)\n"
+        "            import os, signal\n"
+        "            if run.position.samples == int(os.environ['STOP_AT']) - 64:\n"
+        "                signal.raise_signal(signal.SIGUSR1)\n"
     )
     changed_copy(tmp_path, "mnist/single.py", STEP, stops + STEP)
     for name in ("fsdp", "hvd"):
@@ -431,7 +431,7 @@ def test_evaluations_within_an_epoch_change_nothing_else(tmp_path):
 
 def test_the_position_counts_what_the_sampler_gave(tmp_path):
     """A copy that fixes the batch size, whatever the flag says."""
-    line = "schedule.per_process(args.batch_size, args.global_batch_size)"
+    line = "schedule.batch_size(args)"
     folder = changed_copy(tmp_path / "copy", "mnist/single.py", line, "32")
     flags = "--synthetic 640 --max-steps 7 --device cpu -b 64 --log-dir log"
     compute(f"python {folder}/single.py {flags}", cwd=tmp_path)

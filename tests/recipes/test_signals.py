@@ -16,7 +16,7 @@ import psutil
 import pytest
 from forked import ForkedJob
 from launch import Job, free_port, need_horovod, strategies, wait_until
-from recipes import ROOT, changed_copy
+from recipes import ROOT, STEP, changed_copy
 
 from common.process import parent
 
@@ -195,14 +195,14 @@ def test_told_to_stop_while_a_machine_is_awaited(tmp_path):
     assert job.finish() == -signal.SIGTERM
 
 
-BUILD = "    model, optimizer, lines = build(args, device, world_size)\n"
+BUILD = "    model = digits.build(args.model).to(world.device)\n"
 
 
 @pytest.mark.parametrize(
     ("name", "line", "command"),
     [
-        ("single", "        step(images, labels)\n", "python"),
-        ("ddp_launch", "        step(images, labels)\n", TORCHRUN),
+        ("single", STEP, "python"),
+        ("ddp_launch", STEP, TORCHRUN),
         ("ddp_launch", BUILD, TORCHRUN),
         ("ddp_spawn", BUILD, "python"),
     ],
@@ -211,7 +211,7 @@ BUILD = "    model, optimizer, lines = build(args, device, world_size)\n"
 def test_told_to_stop_before_the_first_step(name, line, command, tmp_path):
     """SIGTERM ends a rank whose loader hangs, and those that wait for it, as nothing is to save."""
     indent = " " * (len(line) - len(line.lstrip()))
-    hangs = f"{indent}if {'True' if name == 'single' else 'rank == 1'}:\n"
+    hangs = f"{indent}if {'True' if name == 'single' else 'world.rank == 1'}:\n"
     hangs += f"{indent}    import time\n{indent}    print('hangs', flush=True)\n"
     hangs += f"{indent}    time.sleep(1000)\n"
     folder = changed_copy(tmp_path, f"mnist/{name}.py", line, hangs + line)

@@ -130,24 +130,31 @@ def test_an_address_that_another_tool_left(tmp_path):
     assert "world size 2" in compute(f"{environment} {spawn} -g 2 --dry-run", tmp_path)
 
 
-def test_a_file_with_the_name_of_a_module_of_python(tmp_path):
-    """queue.py of the user, beside the folders that were copied: torch imports Python's own.
-
-    With -P the folder of the script is not in sys.path; its neighbour cifar.py is found.
-    """
-    for folder in ("common", "images", "cifar10"):
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python cifar10/single.py --synthetic 320 --model lenet",
+        "torchrun --standalone --nproc-per-node=1 examples/regression.py",
+    ],
+)
+def test_names_that_others_have(start, tmp_path):
+    """A queue.py beside common/ is not Python's, and `common` of another project is not ours."""
+    for folder in ("common", "images", "cifar10", "examples"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    (tmp_path / "queue.py").write_text("raise SystemExit('this is not what torch imports')\n")
-    flags = "--synthetic 320 --device cpu --model lenet --dry-run"
-    assert "| val loss" in run(f"python -P cifar10/single.py {flags}", tmp_path)
+    theirs = [tmp_path / "theirs" / name / "__init__.py" for name in ("common", "images")]
+    for path in [tmp_path / "queue.py", *theirs]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise SystemExit('this is imported')\n")
+    first = f"{tmp_path}/theirs:{os.environ['PYTHONPATH']}"
+    assert "| val loss" in run(f"{start} --device cpu --dry-run", tmp_path, PYTHONPATH=first)
 
 
 @pytest.mark.parametrize(
     ("start", "output"),
-    [("python {}/cifar10/single.py", ">&- 2>&-"), ("python -m cifar10.single", "| head -n 1")],
+    [("python -P {}/cifar10/single.py", ">&- 2>&-"), ("python -m cifar10.single", "| head -n 1")],
 )
 def test_output_that_goes_nowhere(start, output, tmp_path):
-    """Training goes on: fabric 1583, tqdm 1196. The second is also another way to start it."""
+    """Training goes on: fabric 1583, tqdm 1196. With -P and -m its folder is not in sys.path."""
     flags = f"--synthetic 320 --epochs 1 --device cpu --model lenet --log-dir {tmp_path}/log"
     run(f"set -o pipefail; {start.format(ROOT)} {flags} {output}", ROOT)
     saved = torch.load(tmp_path / "log" / "last.pt", weights_only=True)
