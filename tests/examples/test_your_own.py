@@ -14,7 +14,6 @@ from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from common.data import EpochSampler, Seeded
-from common.errors import InputError
 from common.process.workers import data_loader
 
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
@@ -148,7 +147,7 @@ def test_port(heading, tmp_path):
         assert_same(resumed[part], two[part])
 
 
-# What the page leaves to its reader: the other data sets, and what is carried.
+# What the page leaves to its reader: the other data sets.
 EXTRA = """
     parts = (part.flip(0)[:70] for part in train.dataset.tensors)
     dataset = torch.utils.data.TensorDataset(*parts)
@@ -156,11 +155,8 @@ EXTRA = """
     loader = TensorLoader(dataset, sampler, sampler.batch_size, world.device)
     extra = DataObject(dataset, sampler, loader)
     hard = val
-    carried = torch.zeros(3, device=world.device)
     torch.manual_seed(args.seed)
 """
-STEP = "        optimizer.zero_grad()\n"
-CARRY = "        carried.mul_(0.9).add_(world.rank + run.position.steps)\n"
 
 
 @pytest.mark.parametrize("rates", ["WarmupLinear", "OfTorch"])
@@ -177,7 +173,6 @@ def test_what_a_task_may_need(rates, tmp_path):
     )
     text = text.replace("\nimport digits ", f"\n{imports}import digits ")
     text = text.replace("\n    torch.manual_seed(args.seed)\n", EXTRA)
-    text = text.replace(STEP, STEP + CARRY)
     of_torch = blocks("### Another schedule", "diff")
     _, second_set = blocks("## The loop", "diff")
     for block in [second_set, *blocks("## What a task may need", "diff")]:
@@ -191,7 +186,7 @@ def test_what_a_task_may_need(rates, tmp_path):
     script.write_text(text)
     pieces = [
         block
-        for heading in ("Another schedule", "A second loader", "A state of each rank")
+        for heading in ("Another schedule", "A second loader")
         for block in blocks(f"### {heading}", "python")
     ]
     (folder / "mine.py").write_text("\n\n".join(pieces))
@@ -204,8 +199,7 @@ def test_what_a_task_may_need(rates, tmp_path):
     assert of_one["val/median_margin"] > 0
     for name in ("val/median_margin", "val/hard_loss", "train/lr"):
         assert of_two[name] == pytest.approx(of_one[name], rel=TOLERANCE)
-    assert not torch.equal(*two["carried"]["of_ranks"])
-    parts = ["position", "model", "optimizer", "ema", "carried"]
+    parts = ["position", "model", "optimizer", "ema"]
     if rates == "OfTorch":
         parts.append("scheduler")
         # Of 0.02, at step 9
@@ -225,14 +219,6 @@ def test_a_run_ends_early(tmp_path):
     assert before["position"]["epoch"] < 50 and before["best"]["value"] >= 0.2
     compute(f"{torchrun(2)} {script} {flags} --resume auto", cwd=tmp_path)
     assert_same(checkpoint(tmp_path / "log")["model"], before["model"])
-
-
-def test_a_state_of_each_rank_needs_as_many_ranks():
-    (code,) = blocks("### A state of each rank", "python")
-    world = types.SimpleNamespace(rank=0, size=1)
-    of_each = defined(code).OfEachRank(torch.zeros(3), world)
-    with pytest.raises(InputError, match="resume with 2 processes"):
-        of_each.load_state_dict({"of_ranks": torch.zeros(2, 3)})
 
 
 # A model as those of transformers, which compares DDP's gradient with that of one process.
