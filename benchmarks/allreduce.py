@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import devices, flags
 from common.errors import InputError, RunError
 from common.process import launch

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-sys.path.append(str(runs.ROOT / "imagenet"))
+sys.path.insert(1, str(runs.ROOT / "imagenet"))
 import jpegs
 from common import flags
 from common.data import EpochSampler

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.append(str(ROOT))
+sys.path.insert(1, str(ROOT))
 import torch
 
 from common import flags, results

@@ -12,12 +12,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ is the one beside this folder, whatever else has its name.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-for package in ("common",):
-    import_module(package)
+# common/ is the one beside this file or its folder, whatever else has its name.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+import_module("common")
 # Nothing else is looked for there: a queue.py would hide Python's own.
-del sys.path[0]
+del sys.path[1]
 
 import numpy as np
 import torch

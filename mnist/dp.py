@@ -12,12 +12,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this folder, whatever else has these names.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# common/ and images/ are those beside this file or its folder, whatever else has these names.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
 # Nothing else is looked for there: a queue.py would hide Python's own.
-del sys.path[0]
+del sys.path[1]
 
 import torch
 import torch.nn.functional as F

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(1, str(ROOT))
 
 import torch
 from torch.utils._pytree import tree_leaves

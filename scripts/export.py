@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
 from common.errors import InputError, in_one_line, show
 from common.files import replace, write_beside

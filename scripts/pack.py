@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # archives.py, and common/ and images/.
-sys.path += [str(ROOT / "imagenet"), str(ROOT)]
+sys.path[1:1] = [str(ROOT / "imagenet"), str(ROOT)]
 import archives
 from common import flags
 from common.errors import InputError, RunError, show

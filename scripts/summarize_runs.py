@@ -8,7 +8,7 @@ The folder has a folder for each run, with the results.jsonl that every recipe w
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import results
 from common.errors import show
 

@@ -3,11 +3,14 @@
     python scripts/take.py cifar10/ddp_launch.py ../my_project
     python scripts/take.py examples/segmentation.py ../my_project --name train.py
 
-common/, images/ and the modules beside the script go beside the copy. A file that is there and
-differs stays as it is, and nothing is copied, unless --overwrite is given.
+common/, images/ and the modules beside the script go beside the copy. The same command later
+brings a project up to date: what you have changed since stays, and is named, unless --overwrite is
+given. common/taken.json there says which files were copied, and from which commit.
 """
 
 import ast
+import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -16,12 +19,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path.insert(1, str(ROOT))
 from common.errors import InputError
 from common.flags import Parser
 
+# What docs/your-own.md uses, and not every recipe.
+FOR_ANY_TASK = {ROOT / "common" / "process" / "workers.py"}
 # Folders that keep their place beside the script; the other modules go beside it.
 PACKAGES = ("common", "images")
+# In the project, what was copied.
+TAKEN = Path("common", "taken.json")
 RECIPES = sorted(
     path
     for folder in ("mnist", "cifar10", "imagenet", "examples")
@@ -57,7 +64,7 @@ def files_of(name: str, recipe: Path) -> list[Path]:
 def needed(recipe: Path) -> set[Path]:
     """`recipe` and the files of this repository that it imports, directly or not."""
     found = set()
-    new = {recipe}
+    new = {recipe, *FOR_ANY_TASK}
     while new:
         found |= new
         names = {name for path in new for name in imports(path)}
@@ -75,22 +82,55 @@ def copies(recipe: Path, project: Path, name: str) -> dict[Path, Path]:
     return targets
 
 
-def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> None:
-    """Copy them; raises InputError if one is there that differs."""
+def read_taken(project: Path) -> dict:
+    """What an earlier call copied into `project`: {"commit": ..., "files": {path: checksum}}."""
+    try:
+        return json.loads((project / TAKEN).read_text())
+    except (OSError, ValueError):
+        return {"commit": None, "files": {}}
+
+
+def checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> list[str]:
+    """Copy what `recipe` needs, and return the files that the user has changed, which stay.
+
+    Raises InputError if a file is there that differs and was not copied from here.
+    """
+    for package in PACKAGES:
+        if (project / f"{package}.py").exists():
+            raise InputError(
+                f"{project / package}.py is there, and {package}/ beside it would hide it: "
+                "rename it, or take another folder"
+            )
     targets = copies(recipe, project, name)
-    differing = [
-        str(to)
-        for path, to in targets.items()
-        if to.exists() and to.read_bytes() != path.read_bytes()
-    ]
-    if differing and not overwrite:
+    taken = read_taken(project)
+    changed = []
+    strange = []
+    for path, to in targets.items():
+        inside = to.relative_to(project).as_posix()
+        if not to.exists() or overwrite or checksum(to) == checksum(path):
+            continue
+        if inside not in taken["files"]:
+            strange.append(inside)
+        elif checksum(to) != taken["files"][inside]:
+            changed.append(inside)
+    if strange:
         raise InputError(
-            f"these files are there and differ: {', '.join(sorted(differing))}. "
+            f"these files are there and differ: {', '.join(sorted(strange))}. "
             "Nothing was copied; --overwrite replaces them"
         )
     for path, to in targets.items():
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, to)
+        inside = to.relative_to(project).as_posix()
+        if inside not in changed:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
+            taken["files"][inside] = checksum(to)
+    taken["commit"] = commit()
+    (project / TAKEN).write_text(json.dumps(taken, indent=1))
+    return sorted(changed)
 
 
 def commit() -> str:
@@ -136,11 +176,16 @@ def main():
     if recipe not in RECIPES:
         raise InputError(f"{args.recipe} is no recipe: give one such as mnist/single.py")
     copy = args.project / (args.name or recipe.name)
+    before = read_taken(args.project)["commit"]
     try:
-        take(recipe, args.project, copy.name, args.overwrite)
+        changed = take(recipe, args.project, copy.name, args.overwrite)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from error
     say(recipe, copy)
+    if before:
+        print(f"update:  from commit {before} to {commit()}")
+    if changed:
+        print(f"yours:   {', '.join(changed)} stay as you have changed them")
 
 
 if __name__ == "__main__":

@@ -280,7 +280,9 @@ COPY = "torchrun --standalone --nproc-per-node=2 scripts/doctor.py"
 def test_wrong_shards(replaced, tmp_path):
     replaced("common/data.py", "[self.rank :: self.world_size]", "[0 :: self.world_size]")
     replaced(
-        "cifar10/ddp_launch.py", "range(world.rank, len(val_set), world.size)", "range(len(val_set))"
+        "cifar10/ddp_launch.py",
+        "range(world.rank, len(val_set), world.size)",
+        "range(len(val_set))",
     )
     assert verdict(compute(f"{COPY} --synthetic 1000", cwd=tmp_path, status=1)) == (
         "doctor: the shards of training are wrong, "

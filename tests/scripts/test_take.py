@@ -1,5 +1,6 @@
 """scripts/take.py: what it copies runs in test_copy_out.py."""
 
+import json
 import re
 from pathlib import Path
 
@@ -30,17 +31,41 @@ def test_the_command_is_that_of_the_copy(capsys):
 
 
 def test_files_that_are_there(tmp_path):
-    """One that differs stays, and nothing else changes, until --overwrite is given."""
-    run(f"{TAKE} {ROOT}/mnist/single.py .", tmp_path)
+    """Those of others stay, and nothing else changes, until --overwrite is given."""
+    (tmp_path / "common").mkdir()
     log = tmp_path / "common" / "log.py"
     log.write_text("mine\n")
-    (tmp_path / "digits.py").unlink()
     line = one_line(run(f"{TAKE} {ROOT}/mnist/single.py .", tmp_path, status=2))
     assert "differ: common/log.py" in line
-    assert log.read_text() == "mine\n"
-    assert not (tmp_path / "digits.py").exists()
+    assert [path.name for path in tmp_path.rglob("*.py")] == ["log.py"]
     run(f"{TAKE} {ROOT}/mnist/single.py . --overwrite", tmp_path)
     assert log.read_bytes() == (ROOT / "common" / "log.py").read_bytes()
+
+
+def test_up_to_date(tmp_path):
+    """The same command again: what the user has changed stays, and all else is replaced."""
+    run(f"{TAKE} {ROOT}/mnist/single.py . --name train.py", tmp_path)
+    train = tmp_path / "train.py"
+    train.write_text("mine\n")
+    # As an older version of this repository had it.
+    log = tmp_path / "common" / "log.py"
+    log.write_text("older\n")
+    taken = json.loads((tmp_path / take.TAKEN).read_text())
+    taken["commit"] = "0123abc"
+    taken["files"]["common/log.py"] = take.checksum(log)
+    (tmp_path / take.TAKEN).write_text(json.dumps(taken))
+    said = run(f"{TAKE} {ROOT}/mnist/single.py . --name train.py", tmp_path)
+    assert f"update:  from commit 0123abc to {take.commit()}\n" in said
+    assert "yours:   train.py stay as you have changed them\n" in said
+    assert train.read_text() == "mine\n"
+    assert log.read_bytes() == (ROOT / "common" / "log.py").read_bytes()
+
+
+def test_a_module_that_ours_would_hide(tmp_path):
+    (tmp_path / "common.py").touch()
+    line = one_line(run(f"{TAKE} {ROOT}/mnist/single.py .", tmp_path, status=2))
+    assert "common.py is there, and common/ beside it would hide it" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["common.py"]
 
 
 @pytest.mark.parametrize(
