@@ -239,9 +239,8 @@ def prove(proof: Proof) -> None:
 
     check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
     proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
-    # The run stops a step later.
-    check = f"SIGTERM after step {SIGNAL_AFTER - 1}, resumed"
-    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER - 1))
+    check = f"SIGTERM after step {SIGNAL_AFTER}, resumed"
+    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER))
 
     lines = lines_of(whole / "rank-0.jsonl")
     outside = next((line["outside"] for line in lines if "outside" in line), [])
