@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from forked import compute, refused
+from forked import compute
 from launch import assert_same, checkpoint, evaluations, largest_difference
 from PIL import Image
 from recipes import ROOT, changed_copy, in_float64, keep_checkpoints
@@ -27,7 +27,7 @@ SIZES = {
     "segmentation": "--synthetic 80 --image-size 32 --width 4 --workers 0",
 }
 FLAGS = "--device cpu -G 16 --epochs 2 --warmup-epochs 0.5"
-# The figure that best.pt goes by, and which of its values is the best
+# The figure that best.pt goes by, and whether its best value is the highest or the lowest
 BEST = {
     "contrastive": ("val/accuracy", max),
     "finetune": ("val/accuracy", max),
@@ -67,9 +67,8 @@ def test_the_same_on_two_processes_and_after_a_resume(name, tmp_path):
     (at_the_end,) = evaluations(tmp_path / "resumed")
     assert at_the_end[metric] == values[-1]
 
-    # best.pt is that of the highest evaluation, or of the lowest.
     saved = checkpoint(tmp_path / "two", "best.pt")
-    assert saved["best"]["value"] == best(values)
+    assert saved["best"]["value"] == (best(values) if best is max else -best(values))
     assert saved["position"]["epoch"] == 1 + values.index(best(values))
 
 
@@ -77,15 +76,15 @@ def test_the_same_on_two_processes_and_after_a_resume(name, tmp_path):
 # that it learns, and the share of its first value that the last is below. (The comments have this
 # share for the worst of seeds 0 to 3.)
 LEARNS = {
-    # 0.9, as the weights are random, and only the last layers learn
-    "finetune": (12, 4, "val/loss", 1),
-    # 0.81
+    # 0.93, as the weights are random, and only the last layers learn
+    "finetune": (40, 20, "val/loss", 1),
+    # 0.88
     "gan": (60, 20, "val/distance", 0.95),
-    # 0.75
+    # 0.67
     "language_model": (10, 5, "val/loss", 0.9),
-    # 0.57
-    "regression": (30, 10, "val/loss", 0.8),
-    # 0.64
+    # 0.66
+    "regression": (60, 10, "val/loss", 0.8),
+    # 0.60
     "segmentation": (8, 4, "val/loss", 0.9),
 }
 
@@ -105,7 +104,7 @@ def test_defaults_of_contrastive_learn(tmp_path):
     flags = "--device cpu --max-steps 36 --log-dir log"
     compute(f"{command(2, EXAMPLES / 'contrastive.py')} {flags}", cwd=tmp_path)
     *_, last = evaluations(tmp_path / "log")
-    # 0.91 of that with the worst of seeds 0 to 3
+    # 0.87 of that with the worst of seeds 0 to 3
     assert last["train/loss"] < 0.95 * math.log(127)
 
 
@@ -123,7 +122,7 @@ def test_a_table_with_constant_and_large_columns(tmp_path):
     target = 1e12 + 3 * x + 0.1 * random.normal(size=2000)
     table = np.column_stack([1.7e9 + x, np.full(2000, np.log(1e-5)), rare, target])
     np.save(tmp_path / "table.npy", table)
-    start = f"{command(1, EXAMPLES / 'regression.py')} --table table.npy --device cpu --epochs 4"
+    start = f"{command(1, EXAMPLES / 'regression.py')} --table table.npy --device cpu --epochs 6"
     output = compute(f"{start} --log-dir log", cwd=tmp_path)
     assert "constant in the training rows, so of no effect: column 2, column 3\n" in output
     assert evaluations(tmp_path / "log")[-1]["val/rmse"] < 0.3
@@ -139,8 +138,8 @@ def test_a_table_with_constant_and_large_columns(tmp_path):
 
     # A run on another table does not go on with weights for the scale of this one.
     np.save(tmp_path / "table.npy", 10 * table + 5)
-    line = refused(f"{start} --log-dir log --resume auto", tmp_path)
-    assert "of its mean number 0 is " in line
+    output = compute(f"{start} --log-dir log --resume auto", tmp_path, status=2)
+    assert "of its mean number 0 is " in output
 
 
 @pytest.mark.check
