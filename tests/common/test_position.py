@@ -15,17 +15,6 @@ pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
 
 
-def test_evaluation_is_due_once():
-    position = Position(EpochSampler(100, 8), epochs=1, eval_every=4)
-    assert position.steps_to_evaluation == 4
-    for left in (3, 2, 1, 0):
-        position.advance()
-        assert position.steps_to_evaluation == left
-    position.record_evaluation()
-    assert position.steps_to_evaluation == 4
-    assert (position.epoch, position.samples) == (0, 32)
-
-
 def train(position, ends, evaluated, stop_at=None):
     """Train as a recipe does: to the end, or to a save after `stop_at` steps.
 

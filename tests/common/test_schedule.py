@@ -23,16 +23,16 @@ def optimizer_of(lr):
     return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr)
 
 
-def rates_of(rates, position):
-    """The rate of each step of a run from `position` on."""
-    found = []
-    while not position.over:
-        rates.set(position)
-        found.append(rates.current)
-        position.advance()
+def steps_of(position, rates, steps=10_000):
+    """Yield the rate of each step, at most `steps`, from `position` to the end of the run."""
+    for _ in range(steps):
         if position.steps_to_evaluation == 0:
             position.record_evaluation()
-    return found
+        if position.over:
+            return
+        rates.set(position)
+        yield rates.current
+        position.advance()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_rate_of_a_run(words, processes, peak):
     rates = schedule.WarmupCosine(
         args.warmup_epochs, optimizer_of(schedule.peak_lr(args, processes))
     )
-    found = rates_of(rates, Position(sampler, args.epochs))
+    found = list(steps_of(Position(sampler, args.epochs), rates))
     warm_up = 2 * sampler.steps_per_epoch
     expected = [peak * (step + 1) / warm_up for step in range(warm_up)]
     assert found[:warm_up] == pytest.approx(expected)
@@ -109,19 +109,12 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
         if saved:
             position.load_state_dict(saved)
         rates = schedule.WarmupCosine(warmup_epochs, optimizer_of(0.4))
-        for _ in range(steps):
-            if position.over:
-                break
-            if position.steps_to_evaluation == 0:
-                position.record_evaluation()
-                continue
-            rates.set(position)
+        for rate in steps_of(position, rates, steps):
             if position.epochs_done < warmup_epochs:
                 at_its_end = position.epochs_done + batch * world_size / length
-                assert rates.current == pytest.approx(0.4 * min(1, at_its_end / warmup_epochs))
+                assert rate == pytest.approx(0.4 * min(1, at_its_end / warmup_epochs))
             else:
-                falls.append(rates.current)
-            position.advance()
+                falls.append(rate)
         saved = position.state_dict()
     assert position.over
     assert falls == sorted(falls, reverse=True)

@@ -31,7 +31,7 @@ def flags(path, **others):
     return Namespace(**(given | others))
 
 
-@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint", "wrapped"])
+@pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint"])
 def test_init_from(kind, begin, tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     path = tmp_path / {"safetensors": "w.safetensors", "checkpoint": "last.pt"}.get(kind, "w.pt")
@@ -40,8 +40,6 @@ def test_init_from(kind, begin, tmp_path):
         save_file(model.state_dict(), path)
     elif kind == "checkpoint":
         checkpoint.save(tmp_path, {"model": model.state_dict()}, {})
-    elif kind == "wrapped":
-        torch.save({f"module.{name}": w for name, w in model.state_dict().items()}, path)
     else:
         torch.save(model.state_dict(), path)
     assert "2 of 2 loaded" in begin(flags(path), other)

@@ -56,7 +56,6 @@ def test_no_data_and_no_network(tmp_path, monkeypatch):
         ("--log-dir /dev/null/log", ["/dev/null/log", os.strerror(20)]),
         ("--log-dir /proc/here", ["/proc/here"]),
         ("--log-dir s3://bucket/run", ["--log-dir s3://bucket/run", "give a local path"]),
-        ("--data-dir gs://bucket", ["--data-dir gs://bucket", "give a local path"]),
         ("--seed 20000000000000", ["--seed: 20000000000000"]),
         ("--device xpu", ["0 xpu devices", "--device cpu"]),
         ("--device cuda:7", ["0 cuda devices", "--device cpu"]),
@@ -101,24 +100,6 @@ def test_wrong_machines(flags, tmp_path, monkeypatch):
 )
 def test_one_line_of_all_processes(flags, says, tmp_path):
     assert says in refused(f"{SPAWN} --synthetic 320 {flags}", tmp_path)
-
-
-def test_without_a_launcher(tmp_path, monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    line = refused_here("mnist/ddp_launch.py --synthetic 320", tmp_path)
-    assert "torchrun --nproc-per-node=2" in line
-
-
-@pytest.mark.parametrize(
-    ("recipe", "variable"),
-    [("single", "WORLD_SIZE"), ("hvd", "WORLD_SIZE"), ("single", "HOROVOD_SIZE")],
-)
-def test_a_launcher_of_another_recipe(recipe, variable, tmp_path, monkeypatch):
-    if recipe == "hvd":
-        need_horovod("gloo")
-    monkeypatch.setenv(variable, "2")
-    line = refused_here(f"mnist/{recipe}.py --synthetic 320 --dry-run", tmp_path)
-    assert f"a launcher started 2 of these ({variable})" in line
 
 
 @pytest.mark.parametrize(("recipe", "package"), [("apex_amp", "apex"), ("hvd", "horovod")])
@@ -204,29 +185,6 @@ class Harm:
 
     def __reduce__(self):
         return os.system, (f"touch {self.path}",)
-
-
-def test_broken_checkpoint(log, tmp_path):
-    last = log / "last.pt"
-    (tmp_path / "text.pt").write_text("This is not a checkpoint.")
-    last.write_bytes(last.read_bytes()[:-1000])
-    for name in ("text.pt", "log/last.pt"):
-        flags = f"--synthetic 320 --resume {name}"
-        assert f"--resume {name}" in refused_here(f"mnist/single.py {flags}", tmp_path)
-    for path in log.glob("*.pt"):
-        path.write_bytes(b"")
-    flags = "--synthetic 320 --log-dir log/../log --resume auto"
-    line = refused_here(f"mnist/single.py {flags}", tmp_path)
-    assert "last.pt" in line
-    assert "previous.pt" in line
-
-
-def test_a_checkpoint_that_runs_code_is_refused(log, tmp_path):
-    canary = tmp_path / "canary"
-    (tmp_path / "harm.pt").write_bytes(pickle.dumps(Harm(canary)))
-    for name in ("harm.pt", altered(log, harm=Harm(canary))):
-        assert name in refused_here(f"mnist/single.py --synthetic 320 --resume {name}", tmp_path)
-    assert not canary.exists()
 
 
 @pytest.mark.parametrize(
