@@ -257,8 +257,8 @@ def main():
     # dist: else machines with different files would train on them in silence.
     require_same(world, train.dataset.images, val.dataset.images)
     torch.manual_seed(args.seed)
-    model = Network(args.width).to(world.device)
     metadata = Metadata(classes=train.dataset.classes, mean=normalise.mean, std=normalise.std)
+    model = Network(args.width).to(world.device)
     init_from(args, model, metadata, world)
     devices.adapt(model, args)
     # dist: the global batch is world.size times larger, and the rate with it.
@@ -282,7 +282,8 @@ def main():
 
     def step(first, second):
         optimizer.zero_grad()
-        # dist: through the wrapper, once for both views; else no gradient is averaged.
+        # One call for both views.
+        # dist: through the wrapper; else no gradient is averaged.
         embeddings = ddp_model(normalise(torch.cat((first, second)))).unflatten(0, (2, -1))
         # dist: an image is told apart from those of all ranks; else from fewer ones.
         loss = nt_xent(gather(embeddings, world), args.temperature)

@@ -23,7 +23,7 @@ del sys.path[1]
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from torchvision.models import resnet18
@@ -117,7 +117,7 @@ def train_mode(model):
     """
     model.train()
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.BatchNorm2d):
             module.eval()
 
 
@@ -194,7 +194,7 @@ def main():
     devices.adapt(model, args)
     # dist: the global batch is world.size times larger, and the rate with it.
     lr = schedule.peak_lr(args, world.size)
-    # dist: by the same factor.
+    # dist: it grows by the same factor.
     head_lr = args.head_lr * (lr / args.lr)
     head = list(model.fc.parameters())
     body = [

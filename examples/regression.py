@@ -55,13 +55,7 @@ def parse_args():
     )
     add("--width", type=flags.positive_int, default=64, help="units of a hidden layer")
     flags.add_training_flags(
-        parser,
-        epochs=5,
-        batch_size=64,
-        lr=0.001,
-        momentum=None,
-        weight_decay=0.01,
-        scale_lr="sqrt",
+        parser, epochs=5, batch_size=64, lr=0.001, momentum=None, weight_decay=0.01, scale_lr="sqrt"
     )
     graph.add_flag(parser)
     return parser.parse_args()
