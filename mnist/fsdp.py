@@ -134,13 +134,8 @@ def shard(args, model, world):
     fully_shard(model, mesh=mesh, mp_policy=root_policy)
 
 
-def main():
-    args = parse_args()
-    world = connect(args)
-    train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
-    require_same(world, train.dataset, val.dataset)
-    torch.manual_seed(args.seed)
+def build(args, world):
+    """Return the model, of which each rank has a share."""
     # fsdp: whole only in rank 0's memory, for models that do not fit on a device.
     whole = None
     if world.rank == 0:
@@ -156,6 +151,17 @@ def main():
     shard(args, model, world)
     # fsdp: each rank gets its shares of rank 0's weights.
     share_out(whole, model, world.device)
+    return model
+
+
+def main():
+    args = parse_args()
+    world = connect(args)
+    train, val = load_data(args, world)
+    # dist: else machines with different files would train on them in silence.
+    require_same(world, train.dataset, val.dataset)
+    torch.manual_seed(args.seed)
+    model = build(args, world)
     # dist: the global batch is world.size times larger, and the rate with it.
     lr = schedule.peak_lr(args, world.size)
     # fsdp: foreach, as fused SGD takes no shards.
