@@ -28,10 +28,11 @@ class World:
     def __post_init__(self):
         launch.check_world_size(self.size)
 
-    def say(self, line: str) -> None:
-        """Print a line, on rank 0."""
+    def say(self, *lines: str) -> None:
+        """Print the lines, on rank 0."""
         if self.rank == 0:
-            show(line)
+            for line in lines:
+                show(line)
 
 
 def all_same(numbers: list[int], world: World) -> bool:

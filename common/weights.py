@@ -154,9 +154,8 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
     line = f"weights from {path}{of_average}: {len(fitting)} of {len(own)} loaded"
     if left_out:
         line += f"; left out: {', '.join(left_out)}"
-    world.say(line)
-    for difference in metadata.differences(metadata_of_file):
-        world.say(f"weights from {path}: {difference}")
+    differences = metadata.differences(metadata_of_file)
+    world.say(line, *(f"weights from {path}: {difference}" for difference in differences))
 
 
 def without_prefixes(name: str) -> str:

@@ -190,8 +190,7 @@ def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
     if args.data_dir:
-        for line in folders.origin(train_set.images, val_set.images):
-            world.say(line)
+        world.say(*folders.origin(train_set.images, val_set.images))
     # dist: each rank needs one.
     enough = max(NEIGHBOURS + 1, world.size)
     if len(val_set) < enough:

@@ -125,8 +125,7 @@ def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
     if args.data_dir:
-        for line in folders.origin(train_set.images, val_set.images):
-            world.say(line)
+        world.say(*folders.origin(train_set.images, val_set.images))
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.

@@ -75,8 +75,7 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    for line in jpegs.origin(train_set, val_set):
-        world.say(line)
+    world.say(*jpegs.origin(train_set, val_set))
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # A step takes --accumulate batches.

@@ -58,8 +58,7 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    for line in jpegs.origin(train_set, val_set):
-        world.say(line)
+    world.say(*jpegs.origin(train_set, val_set))
     batch_size = schedule.batch_size(args)
     # A step takes --accumulate batches.
     per_step = batch_size * args.accumulate
