@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
     def add_run_group(self, title: str = "run"):
         """Return add_argument() of a group of flags that may differ in a run that resumes."""
         if title not in self.run_groups:
-            self.run_groups[title] = self.add_argument_group(title)
+            about = "may differ in a run that resumes"
+            self.run_groups[title] = self.add_argument_group(title, about)
 
         def add_argument(*names, **options):
             action = self.run_groups[title].add_argument(*names, **options)
