@@ -106,9 +106,12 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
     falls = []
     for batch, world_size, steps in [*pieces, (8, 1, 10_000)]:
         position = Position(EpochSampler(length, batch, 0, world_size), **run)
+        optimizer = optimizer_of(0.4)
+        rates = schedule.WarmupCosine(warmup_epochs, optimizer)
         if saved:
             position.load_state_dict(saved)
-        rates = schedule.WarmupCosine(warmup_epochs, optimizer_of(0.4))
+            # The rate in a checkpoint is not the peak of the run that resumes.
+            optimizer.load_state_dict(optimizer_of(0.03).state_dict())
         for rate in steps_of(position, rates, steps):
             if position.epochs_done < warmup_epochs:
                 at_its_end = position.epochs_done + batch * world_size / length

@@ -150,13 +150,6 @@ def test_checkpoint_of_another_run(command, says, log, tmp_path):
     assert says in line
 
 
-def test_checkpoint_of_the_same_run(log, tmp_path):
-    """A flag with the value of its default is not another run."""
-    flags = "--log-dir log --resume auto --wd 0 --warmup-epochs 1 --momentum 0.9"
-    said = compute(f"{SINGLE} --synthetic 320 --epochs 2 {flags}", cwd=tmp_path)
-    assert "nothing left to do" in said
-
-
 @pytest.mark.parametrize(
     "part",
     [

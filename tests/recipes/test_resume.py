@@ -348,25 +348,6 @@ def test_from_launcher_to_launcher(tmp_path):
         assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-5)
 
 
-def test_rate_on_another_number_of_processes(tmp_path):
-    """--scale-lr linear: after the resume, the rates are those of a run on as many processes."""
-    flags = "-b 32 --synthetic 192 --model lenet --device cpu"
-    compute(
-        f"python {ROOT}/mnist/ddp_spawn.py -g 3 {flags} --epochs 1 --log-dir part", cwd=tmp_path
-    )
-    for folder in ("part", "whole"):
-        compute(
-            f"python {ROOT}/mnist/single.py {flags} --epochs 3 --log-dir {folder} --resume auto",
-            cwd=tmp_path,
-        )
-    part, whole = (
-        [line["train/lr"] for line in evaluations(tmp_path / name)] for name in ("part", "whole")
-    )
-    assert len(part) == 3
-    assert part[0] > whole[0]
-    assert part[1:] == whole[1:]
-
-
 @pytest.mark.parametrize("copied", ["late", "never"])
 def test_each_machine_reads_the_checkpoint(copied, tmp_path):
     """Two machines with own folders: with copies they go on, without they end and say why.
