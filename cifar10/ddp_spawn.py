@@ -13,11 +13,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this file or its folder, whatever else has these names.
+# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import torch
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.nn.parallel import DistributedDataParallel
 
-import cifar  # beside this file; scripts/take.py copies it
+import cifar  # beside this file; scripts/take.py copies it along
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader
 from common.errors import InputError
@@ -78,7 +78,7 @@ def averages(loss, correct, images):
 @torch.inference_mode()
 def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
-    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -101,12 +101,13 @@ def connect(local_rank, args):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     # dist: one device per process, before the group is made; else all open a context on GPU 0.
     device = devices.use(args, local_rank, args.gpus)
-    # dist: with None torch chooses by the device: NCCL for CUDA.
+    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
+    # rank was told to stop: then all stop after the same step.
     return World(device, rank, world_size, dist.all_reduce, "DDP, mp.spawn")
 
 
@@ -126,7 +127,7 @@ def main(local_rank, args):
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(world.device)
     init_from(args, model, cifar.METADATA, world)
-    devices.adapt(model, args)
+    devices.adapt(model, args)  # --channels-last, --compile
     # dist: the global batch is world.size times larger, and the rate with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
@@ -135,15 +136,16 @@ def main(local_rank, args):
     # dist: averages the gradients of all ranks in backward, while it still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
-    # because torch 2.14 warns of the argument, and older ones lack its successor.
+    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
+    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # dist: the model without its wrapper, so that any recipe can load it.
     state = {"model": model, "optimizer": optimizer, "metadata": cifar.METADATA}
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
 
     def step(images, labels):
@@ -158,15 +160,16 @@ def main(local_rank, args):
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
-            # dist: without the wrapper, as a rank may have fewer batches than another.
+            # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])
 

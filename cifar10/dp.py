@@ -12,18 +12,18 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this file or its folder, whatever else has these names.
+# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import cifar  # beside this file; scripts/take.py copies it
+import cifar  # beside this file; scripts/take.py copies it along
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler, TensorLoader
 from common.errors import InputError
@@ -102,7 +102,7 @@ def main():
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(world.device)
     init_from(args, model, cifar.METADATA, world)
-    devices.adapt(model, args)
+    devices.adapt(model, args)  # --channels-last, --compile
     lr = schedule.peak_lr(args)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
@@ -110,11 +110,12 @@ def main():
     # dist: splits each batch, and adds up the gradients on the first GPU.
     dp_model = nn.DataParallel(model, gpus) if gpus else model
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # dist: the model without its wrapper, so that any recipe can load it.
     state = {"model": model, "optimizer": optimizer, "metadata": cifar.METADATA}
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
 
     def step(images, labels):
@@ -127,13 +128,14 @@ def main():
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
 
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             # dist: on all GPUs, too.
             result = evaluate(dp_model, val, run)

@@ -2,24 +2,24 @@
 
     python cifar10/single.py
 
-Read every other recipe beside this one: diff cifar10/single.py cifar10/ddp_launch.py
+Compare every other recipe with this one: diff cifar10/single.py cifar10/ddp_launch.py
 """
 
 import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this file or its folder, whatever else has these names.
+# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import torch
 import torch.nn.functional as F
 
-import cifar  # beside this file; scripts/take.py copies it
+import cifar  # beside this file; scripts/take.py copies it along
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler, TensorLoader
 from common.metrics import Sums
@@ -77,16 +77,17 @@ def main():
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(world.device)
     init_from(args, model, cifar.METADATA, world)
-    devices.adapt(model, args)
+    devices.adapt(model, args)  # --channels-last, --compile
     lr = schedule.peak_lr(args)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {"model": model, "optimizer": optimizer, "metadata": cifar.METADATA}
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
 
     def step(images, labels):
@@ -100,13 +101,14 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])

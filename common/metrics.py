@@ -1,4 +1,4 @@
-"""Metrics as named sums: added up per batch, summed over all ranks once, divided once."""
+"""Metrics as named sums: added up per batch, then summed over all ranks and divided once."""
 
 import inspect
 import itertools

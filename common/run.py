@@ -21,7 +21,7 @@ from common.ranks import World
 LOOK_EVERY = 10
 # Or seconds: a launcher waits 30 s and more after it asked a run to stop.
 LOOK_AFTER = 5
-# Python waits for the GPU at a look, and then the GPU for Python: that is to be a hundredth.
+# A look stalls the GPU: seconds between two of them, so that it takes about 1% of the time.
 LOOK_NOT_WITHIN = 0.02
 
 
@@ -32,7 +32,7 @@ class Run:
     and load_state_dict; "model" is one of them. The position of the run, its `sums` and its best
     result are added to it. `rates` sets the learning rates, as schedule.WarmupCosine does: it has
     set(position), `peak` and `current`. The parts of `state` that are `optional` may be missing in
-    a checkpoint. All ranks of `world` make this call, and rank 0 alone writes.
+    a checkpoint. All ranks of `world` make this call; rank 0 alone writes the log and checkpoints.
     Raises InputError if the folder or the checkpoint does not fit this run.
     """
 
@@ -137,10 +137,10 @@ class Run:
         return self.ended or self.position.over
 
     def steps(self, train: DataObject) -> Iterator:
-        """Yield the batches up to the next evaluation, on the device: each is a step.
+        """Yield the batches up to the next evaluation, on the device: one for each step.
 
-        The order of the data, the rates and the random numbers of a step are functions of the seed
-        and of the position of the run, so a resume repeats them. After a step it is counted, and
+        The order of the data, the rates and the random numbers of a step are functions of the seed,
+        the position of the run and the rank, so a resume repeats them. After a step it is counted, and
         every few steps the ranks add up their sums, agree whether one of them was told to stop,
         log and save. With --accumulate a step has several batches, and `ends_step` is true in the
         last one. A `break` would leave a step uncounted: leave the loop around this one instead.

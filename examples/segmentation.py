@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import numpy as np
@@ -198,7 +198,7 @@ def averages(loss, weight, confusion):
 @torch.inference_mode()
 def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
-    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -214,16 +214,17 @@ def evaluate(model, val, run):
 
 def connect(args):
     """Join the other processes; return this one among them."""
-    # dist: torchrun says which process of this machine this is, and how many there are.
+    # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process, before the group is made; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: with None torch chooses by the device: NCCL for CUDA.
+    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
+    # rank was told to stop: then all stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -236,7 +237,7 @@ def main():
     torch.manual_seed(args.seed)
     model = Network(args.width).to(world.device)
     init_from(args, model, METADATA, world)
-    devices.adapt(model, args)
+    devices.adapt(model, args)  # --channels-last, --compile
     # dist: the global batch is world.size times larger, and the rate with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
@@ -245,15 +246,15 @@ def main():
     # dist: averages the gradients of all ranks in backward, while it still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: do not send BatchNorm's statistics in every forward, as evaluate() does. It is set here
-    # because torch 2.14 warns of the argument, and older ones lack its successor.
+    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
+    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     sums = Sums(world.device, averages, confusion=(CLASSES, CLASSES))
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # dist: the model without its wrapper, so that any recipe can load it.
     state = {"model": model, "optimizer": optimizer, "metadata": METADATA}
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
     weights = torch.tensor(CLASS_WEIGHTS, device=world.device)
 
@@ -274,15 +275,16 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for batch in run.steps(train):
             step(batch["image"], batch["mask"])
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
-            # dist: without the wrapper, as a rank may have fewer batches than another.
+            # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)
             run.record(result, best=result["iou"])
 

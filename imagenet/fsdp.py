@@ -11,11 +11,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this file or its folder, whatever else has these names.
+# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
-import jpegs  # beside this file; scripts/take.py copies it
+import jpegs  # beside this file; scripts/take.py copies it along
 import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
@@ -109,7 +109,7 @@ def add_to(sums, loss, logits, labels):
 @torch.no_grad()
 def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
-    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     model.eval()
@@ -130,16 +130,17 @@ def evaluate(model, val, run):
 
 def connect(args):
     """Join the other processes; return this one among them."""
-    # dist: torchrun says which process of this machine this is, and how many there are.
+    # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process, before the group is made; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: with None torch chooses by the device: NCCL for CUDA.
+    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
+    # rank was told to stop: then all stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "FSDP, torchrun")
 
 
@@ -179,7 +180,7 @@ def build(args, metadata, world):
     if args.sync_bn:
         # dist: statistics of the global batch.
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    devices.adapt(model, args)
+    devices.adapt(model, args)  # --channels-last, --compile
     # fsdp: it refuses NHWC weights; the images stay NHWC.
     model.to(memory_format=torch.contiguous_format)
     # fsdp: before the optimizer, which then has a share of each weight.
@@ -206,6 +207,7 @@ def main():
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, foreach=True
     )
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # fsdp: whole in the checkpoint, so that any recipe can load it.
@@ -214,7 +216,7 @@ def main():
         "optimizer": WholeOptimizer(optimizer),
         "metadata": metadata,
     }
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
     if args.evaluate:
         # The weights of --init-from.
@@ -233,13 +235,14 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
 
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])

@@ -14,11 +14,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this file or its folder, whatever else has these names.
+# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 for package in ("common", "images"):
     import_module(package)
-# Nothing else is looked for there: a queue.py would hide Python's own.
+# Then forget the path: a queue.py there would hide Python's own.
 del sys.path[1]
 
 import horovod.torch as hvd  # built by scripts/install_horovod.sh
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 # dist: a rank that waits for MPI frees its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
-import jpegs  # beside this file; scripts/take.py copies it
+import jpegs  # beside this file; scripts/take.py copies it along
 import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
@@ -105,8 +105,8 @@ def autocast(args, device):
 # dist: scaler.step(optimizer) alone looks for overflows before the gradients of other ranks have
 # come, so that some ranks would skip a step that others take.
 def take_step(optimizer, scaler):
-    """Average the gradients of all ranks, and take a step with them."""
-    # Adasum's optimizer has no other way.
+    """Wait for the gradients of all ranks, and take a step with them."""
+    # Also for Adasum, whose optimizer has no synchronize().
     if not scaler.is_enabled():
         optimizer.step()
         return
@@ -123,7 +123,7 @@ def take_step(optimizer, scaler):
 
 # dist: adds up in place, as dist.all_reduce does.
 def all_reduce(tensor):
-    # dist: Horovod is fast where a name always means a tensor of the same size.
+    # dist: for a known name and size, Horovod's ranks need not negotiate again.
     hvd.allreduce_(tensor, op=hvd.Sum, name=f"sums of {tensor.numel()}")
 
 
@@ -142,7 +142,7 @@ def add_to(sums, loss, logits, labels):
 @torch.inference_mode()
 def evaluate(args, model, val, run):
     """Return the averages over the whole validation set, each image once."""
-    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, which are saved.
+    # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
     model.eval()
     sums = Sums(run.world.device, averages)
@@ -174,8 +174,8 @@ def check_horovod(args, device):
         )
 
 
-# dist: the rate grows with the gradients that are averaged. Adasum averages none, but with NCCL
-# those of each machine.
+# dist: the rate grows with the gradients that are averaged. Adasum averages none, or with NCCL only
+# those of one machine.
 def averaged(args, device):
     """The number of gradients that are averaged to one."""
     if not args.use_adasum:
@@ -191,9 +191,10 @@ def connect(args):
     device = devices.use(args, hvd.local_rank(), hvd.local_size())
     # dist: a wrong build is refused before a data set is downloaded.
     check_horovod(args, device)
-    # dist: what carries its messages.
+    # dist: Horovod's transport, for the log.
     kind = "MPI" if hvd.mpi_enabled() else "Gloo"
-    # dist: rank 0 writes. The all-reduce adds up metrics, and tells all ranks when to stop.
+    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
+    # rank was told to stop: then all stop after the same step.
     return World(device, hvd.rank(), hvd.size(), all_reduce, f"Horovod, {kind}")
 
 
@@ -212,8 +213,8 @@ def main():
         # dist: statistics of the global batch.
         model = networks.replace_batch_norm(model, hvd.SyncBatchNorm)
     init_from(args, model, metadata, world)
-    devices.adapt(model, args)
-    # dist: Horovod sends only NCHW, --channels-last or not.
+    devices.adapt(model, args)  # --channels-last, --compile
+    # dist: Horovod cannot send weights in NHWC; with --channels-last only the images have it.
     model.to(memory_format=torch.contiguous_format)
     # dist: the global batch is world.size times larger, and the rate with it.
     lr = schedule.peak_lr(args, averaged(args, world.device))
@@ -229,8 +230,8 @@ def main():
         backward_passes_per_step=args.accumulate,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
-    # dist: all begin with rank 0's weights. Not broadcast_optimizer_state, as it takes a real step
-    # with a fresh SGD.
+    # dist: all begin with rank 0's weights. broadcast_optimizer_state is left out: with a fresh SGD
+    # it takes a step, which changes the weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if args.amp_dtype:
         # amp: a CPU without 16-bit units computes right, but slowly.
@@ -238,13 +239,14 @@ def main():
     # amp: scales the loss, for fp16; bf16 has the range and needs none.
     scaler = torch.amp.GradScaler(world.device.type, enabled=args.amp_dtype == "fp16")
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
+    # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
-    # amp: with the scale of the loss.
+    # amp: to resume with its scale of the loss.
     state["scaler"] = scaler
-    # Holds the folder of the run, and loads the checkpoint of --resume into `state`.
-    # amp: a recipe without a scaler may have saved it.
+    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
+    # amp: the checkpoint may be of a recipe without a scaler.
     run = Run(args, world, state, sums, rates, train, optional=["scaler"])
     if args.evaluate:
         # The weights of --init-from.
@@ -264,13 +266,14 @@ def main():
             take_step(optimizer, scaler)
             optimizer.zero_grad()
 
+    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation. Their order, the rate and the random numbers of a
-        # step are functions of the seed and the position of the run, so a resume repeats them.
+        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
+        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM the run is over: it has saved.
+        # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             result = evaluate(args, model, val, run)
             run.record(result, best=result["accuracy"])
