@@ -33,7 +33,7 @@ def test_which_flags_may_differ_when_a_run_resumes(parser):
     """Those of this run, also with a group of their own, and not those of training."""
     parser.add_run_group()("--workers", type=int)
     parser.add_run_group("tracking")("--entity")
-    may_change = parser.parse_args([]).may_change
+    may_change = set(parser.parse_args([]).may_change)
     assert {"workers", "entity", "epochs", "lr", "resume", "log_dir"} <= may_change
     assert not {"data_dir", "tracking", "seed", "momentum", "warmup_epochs"} & may_change
 
