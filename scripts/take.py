@@ -172,7 +172,8 @@ def main():
     parser.add_argument("--name", help="of the copied script; default: the recipe's own")
     parser.add_argument("--overwrite", action="store_true", help="replace files that differ")
     args = parser.parse_args()
-    recipe = args.recipe.resolve()
+    # Also from another folder.
+    recipe = (args.recipe if args.recipe.exists() else ROOT / args.recipe).resolve()
     if recipe not in RECIPES:
         raise InputError(f"{args.recipe} is no recipe: give one such as mnist/single.py")
     copy = args.project / (args.name or recipe.name)
@@ -182,10 +183,10 @@ def main():
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from error
     say(recipe, copy)
-    if before:
+    if before and before != commit():
         print(f"update:  from commit {before} to {commit()}")
     if changed:
-        print(f"yours:   {', '.join(changed)} stay as you have changed them")
+        print(f"yours:   not replaced, as you have changed them: {', '.join(changed)}")
 
 
 if __name__ == "__main__":
