@@ -140,7 +140,7 @@ class Run:
         """Yield the batches up to the next evaluation, on the device: one for each step.
 
         The order of the data, the rates and the random numbers of a step are functions of the seed,
-        the position of the run and the rank, so a resume repeats them. After a step it is counted, and
+        the position of the run and the rank, so a resume repeats them. After a step it is counted;
         every few steps the ranks add up their sums, agree whether one of them was told to stop,
         log and save. With --accumulate a step has several batches, and `ends_step` is true in the
         last one. A `break` would leave a step uncounted: leave the loop around this one instead.

@@ -13,11 +13,12 @@ from importlib import import_module
 from pathlib import Path
 
 # common/ and images/ are those beside this folder, whatever else has these names.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+folder = Path(__file__).resolve().parent
+sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the path: a queue.py there would hide Python's own.
-del sys.path[1]
+# Then forget the latter: a queue.py there would hide Python's own.
+del sys.path[2]
 
 import torch
 import torch.distributed as dist
@@ -189,8 +190,6 @@ def knn_accuracy(features, labels):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    if args.data_dir:
-        world.say(*folders.origin(train_set.images, val_set.images))
     # dist: each rank needs one.
     enough = max(NEIGHBOURS + 1, world.size)
     if len(val_set) < enough:
@@ -280,6 +279,8 @@ def main():
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
+    if args.data_dir:
+        world.say(*folders.origin(train.dataset.images, val.dataset.images))
 
     def step(first, second):
         optimizer.zero_grad()

@@ -14,11 +14,12 @@ from importlib import import_module
 from pathlib import Path
 
 # common/ and images/ are those beside this folder, whatever else has these names.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+folder = Path(__file__).resolve().parent
+sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the path: a queue.py there would hide Python's own.
-del sys.path[1]
+# Then forget the latter: a queue.py there would hide Python's own.
+del sys.path[2]
 
 import torch
 import torch.distributed as dist
@@ -124,8 +125,6 @@ def train_mode(model):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    if args.data_dir:
-        world.say(*folders.origin(train_set.images, val_set.images))
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
@@ -220,6 +219,8 @@ def main():
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
+    if args.data_dir:
+        world.say(*folders.origin(train.dataset.images, val.dataset.images))
 
     def step(images, labels):
         optimizer.zero_grad()

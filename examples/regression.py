@@ -13,10 +13,11 @@ from importlib import import_module
 from pathlib import Path
 
 # Import common/ from beside this file or its folder, and not from elsewhere.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+folder = Path(__file__).resolve().parent
+sys.path[1:1] = [str(folder), str(folder.parent)]
 import_module("common")
-# Then forget the path: a queue.py there would hide Python's own.
-del sys.path[1]
+# Then forget the latter: a queue.py there would hide Python's own.
+del sys.path[2]
 
 import numpy as np
 import torch

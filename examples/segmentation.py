@@ -12,11 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 # common/ and images/ are those beside this folder, whatever else has these names.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+folder = Path(__file__).resolve().parent
+sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the path: a queue.py there would hide Python's own.
-del sys.path[1]
+# Then forget the latter: a queue.py there would hide Python's own.
+del sys.path[2]
 
 import numpy as np
 import torch

@@ -13,11 +13,12 @@ from importlib import import_module
 from pathlib import Path
 
 # Import common/ and images/ from beside this file or its folder, and not from elsewhere.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+folder = Path(__file__).resolve().parent
+sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the path: a queue.py there would hide Python's own.
-del sys.path[1]
+# Then forget the latter: a queue.py there would hide Python's own.
+del sys.path[2]
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,6 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    world.say(*jpegs.origin(train_set, val_set))
     batch_size = schedule.batch_size(args)
     # A step takes --accumulate batches.
     per_step = batch_size * args.accumulate
@@ -146,6 +146,7 @@ def main():
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
+    world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
         # The weights of --init-from.
         result = evaluate(dp_model, val, run)

@@ -279,7 +279,7 @@ MUTANTS = [
         "a cosine that rises",
         "common/schedule.py",
         {"0.5 * (1 + math.cos(": "0.5 * (1 - math.cos("},
-        "tests/common/test_schedule.py::test_schedule",
+        "tests/common/test_schedule.py::test_the_rate_of_a_run",
     ),
     Mutant(
         "a crop beside the padded image",
