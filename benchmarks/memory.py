@@ -34,6 +34,7 @@ from common import checkpoint, flags, fsdp, weights
 from common.errors import RunError
 from common.metadata import Metadata
 from common.process import launch
+from common.ranks import World
 from scripts import export
 
 WIDTH = 4096
@@ -115,6 +116,11 @@ def on_rank_0(write):
     dist.barrier()
 
 
+def world_of(training):
+    device = next(training.model.parameters()).device
+    return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce)
+
+
 def train(training):
     training.step()
 
@@ -129,7 +135,7 @@ def save(training):
 def resume(training):
     path = str(training.folder / "last.pt")
     with training.timed():
-        checkpoint.resume(path, None, training.state, {}, all_reduce=dist.all_reduce)
+        checkpoint.resume(path, None, training.state, {}, [], set(), world_of(training))
     training.step()
 
 
@@ -137,7 +143,7 @@ def init_from(training):
     path = str(training.folder / "last.pt")
     args = argparse.Namespace(init_from=path, init_partial=False, resume=None, log_dir=None)
     with training.timed():
-        weights.init_from(args, training.model, Metadata())
+        weights.init_from(args, training.model, Metadata(), world_of(training))
     training.step()
 
 

@@ -283,14 +283,16 @@ def measure(command, cwd, environment, images):
 
 def accuracy(lines):
     """The last accuracy in what a script printed, in percent."""
+    text = "\n".join(lines)
+    if own := re.findall(r"val loss \S+ accuracy (\S+)", text):
+        return 100 * float(own[-1])
     forms = (
-        r"val loss \S+ accuracy ([\d.]+)",  # a recipe, from 0 to 1
         r"Accuracy: (\d+/\d+) ",  # MNIST's example rounds its percentage to a whole number
         r"Accuracy: ([\d.]+)%",
         r"Acc@1 ([\d.]+) ",
         r"Acc@1: +[\d.]+ \( *([\d.]+)\)",  # timm has the batch's, and in brackets the average
     )
-    found = "".join(re.findall("|".join(forms), "\n".join(lines))[-1])
+    found = "".join(re.findall("|".join(forms), text)[-1])
     correct, _, total = found.partition("/")
     return 100 * int(correct) / int(total) if total else float(correct)
 
@@ -300,8 +302,9 @@ def images_per_sec(lines, images):
 
     For a script of others, the time between its lines gives it.
     """
-    if own := [re.search(r"([\d,]+) (samples|images)/s", line) for _, line in lines]:
-        return float(own[-1][1].replace(",", ""))
+    text = "\n".join(line for _, line in lines)
+    if own := re.findall(r"([\d,]+) (?:samples|images)/s", text):
+        return float(own[-1].replace(",", ""))
     steps = [
         (seconds, *map(int, found.groups()))
         for seconds, line in lines
