@@ -16,7 +16,7 @@ from common.errors import InputError, RunError, brief, in_one_line
 from common.files import link_or_copy, replace, write_atomically, write_beside
 from common.ranks import World, all_same
 
-FORMAT = 5
+FORMAT = 6
 # Seconds for which ranks that see other checkpoints look again.
 LOOK_AGAIN = 60
 NAMES = ("last.pt", "previous.pt", "best.pt")

@@ -19,7 +19,7 @@ from common.process.workers import data_loader
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
 # In float64.
 TOLERANCE = 1e-9
-TOKENS = "### A varying number of tokens or pixels"
+TOKENS = "### A varying number of tokens or pixels, or class weights"
 
 
 def section(heading):
