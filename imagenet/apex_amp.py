@@ -196,6 +196,8 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
 
+    # amp: makes the fp32 weights of O2; after a backward of --accumulate it would drop gradients.
+    optimizer.zero_grad()
     # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
     while not run.over:
         model.train()
