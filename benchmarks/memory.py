@@ -141,7 +141,9 @@ def resume(training):
 
 def init_from(training):
     path = str(training.folder / "last.pt")
-    args = argparse.Namespace(init_from=path, init_partial=False, resume=None, log_dir=None)
+    args = argparse.Namespace(
+        init_from=path, init_partial=False, resume=None, log_dir=None, evaluate=False
+    )
     with training.timed():
         weights.init_from(args, training.model, Metadata(), world_of(training))
     training.step()

@@ -284,9 +284,8 @@ def measure(command, cwd, environment, images):
 def accuracy(lines):
     """The last accuracy in what a script printed, in percent."""
     text = "\n".join(lines)
-    if own := re.findall(r"val loss \S+ accuracy (\S+)", text):
-        return 100 * float(own[-1])
     forms = (
+        r"val loss \S+ acc ([\d.]+)%",  # a recipe
         r"Accuracy: (\d+/\d+) ",  # MNIST's example rounds its percentage to a whole number
         r"Accuracy: ([\d.]+)%",
         r"Acc@1 ([\d.]+) ",

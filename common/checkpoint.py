@@ -4,6 +4,7 @@ import json
 import time
 import zipfile
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,19 +202,21 @@ def resume(
     folder: Path | None,
     state: dict,
     config: dict,
-    may_change: list[str],
-    optional: set[str],
-    world: World,
+    may_change: Iterable[str] = (),
+    optional: Iterable[str] = (),
+    world: World | None = None,
 ) -> Found:
     """Load the checkpoint that --resume means, if any, into the objects of `state`.
 
     It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
-    that are `optional` may be missing in it. All ranks of `world` have to see the same file.
+    that are `optional` may be missing in it. All ranks of `world`, if there are several, have to see
+    the same file.
     Raises InputError.
     """
     if resume is None:
         return Found()
-    found = find_the_same(resume, folder, world) if world.all_reduce else find(resume, folder)
+    together = world is not None and world.all_reduce is not None
+    found = find_the_same(resume, folder, world) if together else find(resume, folder)
     if found.path:
         try:
             check_format(found.saved)
@@ -235,7 +238,7 @@ def check_format(saved: dict) -> None:
         raise InputError("it has no config")
 
 
-def check_config(saved: dict, config: dict, may_change: list[str]) -> None:
+def check_config(saved: dict, config: dict, may_change: Iterable[str]) -> None:
     """Raise InputError if flags that both have differ, and are not of those that may."""
     differences = [
         f"{flag} {brief(saved[flag])} (and this run {value})"
@@ -246,7 +249,7 @@ def check_config(saved: dict, config: dict, may_change: list[str]) -> None:
         raise InputError(f"it was saved with {', '.join(differences)}")
 
 
-def load(saved: dict, state: dict, optional: set[str]) -> None:
+def load(saved: dict, state: dict, optional: Iterable[str]) -> None:
     """Load the dict `saved` into the objects of `state`; raises InputError if it does not fit."""
     for name, part in state.items():
         if name in optional and not saved.get(name):

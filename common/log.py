@@ -16,6 +16,9 @@ from common import results
 from common.errors import InputError, in_one_line, show
 from common.position import Position
 
+# How these figures are shown; all others as "name 0.1234".
+FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
+
 
 class Progress(tqdm):
     """A progress bar. Where no terminal shows it, it is a line every half minute."""
@@ -254,8 +257,9 @@ class Log:
 
 
 def in_words(figures: dict[str, float]) -> str:
-    """The figures with their names, such as "loss 0.1234 accuracy 0.9876"."""
-    return " ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    """The figures with their names, such as "loss 0.1234 acc 98.76%"."""
+    words = [FORMS.get(name, f"{name} {{:.4g}}").format(value) for name, value in figures.items()]
+    return " ".join(words)
 
 
 def memory() -> dict[str, float]:

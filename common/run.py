@@ -81,7 +81,7 @@ class Run:
         # Before the watchdog ends a rank, the rank writes its last collectives.
         recorder = flight_recorder(args.log_dir, world)
         self.watchdog = Watchdog(args.timeout, before_end=recorder)
-        found = self._begin_or_resume(set(optional))
+        found = self._begin_or_resume(optional)
         self.log.start(self.config | self.facts, [self._setup(), *self._lines(found)])
         if self.position.over:
             self.log.say("nothing left to do: the run has had its --epochs or --max-steps")
@@ -93,7 +93,8 @@ class Run:
             # Before the checkpoint is read: another job may be writing it.
             lease.hold(self.folder)
         found = checkpoint.resume(
-            args.resume,
+            # The weights to evaluate are in the model already.
+            None if args.evaluate else args.resume,
             args.log_dir,
             self.state,
             self.config,

@@ -121,10 +121,15 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
 
     With --init-partial, weights that one of both lacks, or that have another shape, are left out,
     and the line names them. Otherwise they raise InputError. A run that resumes has its weights in
-    the checkpoint, and the file may be gone. `metadata` is that of the run.
+    the checkpoint, and the file may be gone; with --evaluate they are those of that checkpoint.
+    `metadata` is that of the run.
     """
     path = args.init_from
-    if path is None or checkpoint.exists(args.resume, args.log_dir):
+    if args.evaluate and args.resume:
+        path = checkpoint.find(args.resume, args.log_dir).path
+        if path is None:
+            raise InputError(f"--evaluate: there is no checkpoint in {args.log_dir}")
+    elif path is None or checkpoint.exists(args.resume, args.log_dir):
         return
     weights, metadata_of_file, part = read_weights(path)
     own = model.state_dict()
@@ -155,6 +160,8 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
     if left_out:
         line += f"; left out: {', '.join(left_out)}"
     differences = metadata.differences(metadata_of_file)
+    if differences and args.evaluate:
+        raise InputError(f"{path} has other classes or inputs: {'; '.join(differences)}")
     world.say(line, *(f"weights from {path}: {difference}" for difference in differences))
 
 

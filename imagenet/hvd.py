@@ -250,7 +250,7 @@ def main():
     run = Run(args, world, state, sums, rates, train, optional=["scaler"])
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
-        # The weights of --init-from.
+        # The weights of --resume, or of --init-from.
         result = evaluate(args, model, val, run)
         world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
         return

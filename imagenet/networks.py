@@ -43,15 +43,18 @@ def add_flags(parser):
     add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
     add = parser.add_run_group()
     add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
-    add("--evaluate", action="store_true", help="only evaluate the weights of --init-from")
+    add("--evaluate", action="store_true", help="only evaluate the weights of --resume")
     # Recipes on several devices have a flag for it.
     parser.set_defaults(sync_bn=False)
 
 
 def check(args, device):
     """Raise InputError if the flags of ImageNet do not fit each other or the device."""
-    if args.evaluate and (args.resume or not args.init_from):
-        raise InputError("--evaluate needs weights: --init-from FILE, and no --resume")
+    if args.evaluate and not (args.resume or args.init_from):
+        raise InputError(
+            "--evaluate needs weights: --resume FILE, --resume auto with the --log-dir of a run, "
+            "or --init-from FILE"
+        )
     if args.sync_bn and device.type == "cpu":
         raise InputError("--sync-bn: BatchNorm over all processes works on GPUs only")
 

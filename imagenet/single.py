@@ -120,7 +120,7 @@ def main():
     run = Run(args, world, state, sums, rates, train)
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
-        # The weights of --init-from.
+        # The weights of --resume, or of --init-from.
         result = evaluate(model, val, run)
         world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
         return

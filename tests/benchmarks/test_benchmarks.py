@@ -234,7 +234,7 @@ def test_accuracy(tmp_path, monkeypatch, capsys):
             "Train: 1 [  10/20 ( 55%)]  Loss: 2",
             "Test: [ 0/2]",
         ],
-        ["epoch 2/2: train loss 0.1 accuracy 0.97 | val loss 0.1 accuracy 0.97 | 150 samples/s"],
+        ["epoch 2/2: train loss 0.1 acc 97.00% | val loss 0.1 acc 97.00% | 150 samples/s"],
     ],
 )
 def test_speed_of_an_example(lines):
@@ -248,7 +248,7 @@ def test_speed_of_an_example(lines):
 @pytest.mark.parametrize(
     ("line", "percent"),
     [
-        ("epoch 2/2: train loss 0.1 accuracy 0.97 | val loss 0.1 accuracy 0.9825", 98.25),
+        ("epoch 2/2: train loss 0.1 acc 97.00% | val loss 0.1 acc 98.25%", 98.25),
         ("Test set: Average loss: 0.0, Accuracy: 9825/10000 (98%)", 98.25),
         ("epoch 1: Accuracy: 98.25%", 98.25),
         ("Test:  Acc@1 12.500 Acc@5 50.000", 12.5),

@@ -28,7 +28,7 @@ def begin(capsys):
 def flags(path, **others):
     """The flags of a run that begins with the weights in `path`."""
     given = {"init_from": str(path), "init_partial": False, "resume": None, "log_dir": None}
-    return Namespace(**(given | others))
+    return Namespace(**({"evaluate": False} | given | others))
 
 
 @pytest.mark.parametrize("kind", ["state_dict", "safetensors", "checkpoint"])

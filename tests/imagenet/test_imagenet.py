@@ -95,7 +95,7 @@ def test_evaluate(strategy, learned, cifar_tree, tmp_path):
         need_horovod(strategy)
     recipes, log = learned
     command = strategies(3, recipes)[strategy]
-    flags = f"--data-dir {cifar_tree} {CIFAR} -b 32 --evaluate --init-from {log}/last.pt"
+    flags = f"--data-dir {cifar_tree} {CIFAR} -b 32 --evaluate --resume {log}/last.pt"
     output = compute(f"{command} {flags}", cwd=tmp_path)
     result = {name: figures(log)[f"val/{name}"] for name in ("loss", "accuracy", "top5")}
     assert f"200 val images: {in_words(result)}\n" in output
@@ -165,7 +165,7 @@ def test_compiled_and_channels_last(tmp_path, monkeypatch):
         ("--accumulate 0", "--accumulate: 0"),
         ("--loader libjpeg", "pillow"),
         ("--evaluate", "--init-from FILE"),
-        ("--evaluate --init-from weights.pt --resume last.pt", "no --resume"),
+        ("--evaluate --resume auto --log-dir empty", "there is no checkpoint in empty"),
     ],
 )
 def test_wrong_flag(flags_of_it, says, tmp_path):

@@ -116,7 +116,7 @@ def check_run(recipe, command, output, log_dir):
     assert len(starts) == 1, output
     assert re.match(rf"mnist: {strategy} \| world size {world_size} \|", starts[0]), output
     assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in starts[0], output
-    result = r"loss [\d.]+ accuracy [\d.]+"
+    result = r"loss [\d.]+ acc [\d.]+%"
     speed = r"[\d,]+ samples/s \| \d+% data wait \| after 0:\d\d:\d\d"
     line = rf"^epoch 1/1: train {result} \| val {result} \| {speed}$"
     assert len(re.findall(line, output, re.MULTILINE)) == 1, output
