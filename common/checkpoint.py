@@ -209,8 +209,7 @@ def resume(
     """Load the checkpoint that --resume means, if any, into the objects of `state`.
 
     It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
-    that are `optional` may be missing in it. All ranks of `world`, if there are several, have to see
-    the same file.
+    that are `optional` may be missing in it. All ranks of `world` have to see the same file.
     Raises InputError.
     """
     if resume is None:
