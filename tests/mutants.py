@@ -108,7 +108,7 @@ MUTANTS = [
         "a run without set_epoch",
         "common/run.py",
         {SET_EPOCH: SAME_ORDER},
-        f"{PARITY}[mnist ddp_launch 2]",
+        "tests/common/test_run.py::test_each_epoch_has_its_own_order",
     ),
     Mutant(
         "ddp_launch without the scaled rate",

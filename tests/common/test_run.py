@@ -23,7 +23,7 @@ def new_run(words):
     flags.add_training_flags(parser, epochs=1, batch_size=1, lr=0.1)
     args = parser.parse_args(["--dry-run", *words.split()])
     world = World(torch.device("cpu"))
-    dataset = TensorDataset(torch.ones(60, 1))
+    dataset = TensorDataset(torch.arange(60.0).unsqueeze(1))
     sampler = EpochSampler(60, args.batch_size)
     train = DataObject(dataset, sampler, TensorLoader(dataset, sampler, 1, world.device))
     model = torch.nn.Linear(1, 1)
@@ -101,6 +101,20 @@ def test_when_all_ranks_look(device, log_interval, seconds_per_step, due):
         if run._look_due():
             found.append(run.position.steps)
     assert found == due
+
+
+def test_each_epoch_has_its_own_order(monkeypatch):
+    run, train = new_run("--epochs 2")
+    # Two epochs, of which nothing is written. The signals of this process stay as they are.
+    run.args.dry_run = False
+    monkeypatch.setattr(run.stop, "listen", lambda: None)
+    orders = []
+    while not run.over:
+        orders.append([batch.item() for (batch,) in run.steps(train)])
+        run.record({})
+    first, second = orders
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert first != second
 
 
 def test_a_break_in_the_loop_of_steps_is_refused():
