@@ -71,7 +71,7 @@ def averages(loss, correct, images):
 
 
 @torch.inference_mode()
-def evaluate(model, val, run, amp_dtype):
+def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     for buffer in model.buffers():
@@ -80,7 +80,7 @@ def evaluate(model, val, run, amp_dtype):
     sums = Sums(run.world.device, averages)
     for images, labels in run.batches(val.loader):
         # amp: as in training; the loss in fp32.
-        with torch.autocast(run.world.device.type, amp_dtype):
+        with torch.autocast(run.world.device.type, AMP_DTYPES[run.args.amp_dtype]):
             logits = model(cifar.normalise(images)).float()
         loss = F.cross_entropy(logits, labels)
         correct = (logits.argmax(1) == labels).sum()
@@ -176,7 +176,7 @@ def main():
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
-            result = evaluate(model, val, run, amp_dtype)
+            result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])
 
 

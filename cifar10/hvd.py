@@ -112,7 +112,7 @@ def averages(loss, correct, images):
 
 
 @torch.inference_mode()
-def evaluate(args, model, val, run):
+def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
@@ -120,7 +120,7 @@ def evaluate(args, model, val, run):
     sums = Sums(run.world.device, averages)
     for images, labels in run.batches(val.loader):
         # amp: as in training.
-        with autocast(args, run.world.device):
+        with autocast(run.args, run.world.device):
             logits = model(cifar.normalise(images))
             loss = F.cross_entropy(logits, labels)
         correct = (logits.argmax(1) == labels).sum()
@@ -235,7 +235,7 @@ def main():
             step(images, labels)
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
-            result = evaluate(args, model, val, run)
+            result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])
 
 

@@ -120,7 +120,7 @@ def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
     # OpenMP ignores what is no number, and then each process would use all cores.
     is_set = re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", ""))
-    # Not for one process: to set the same number again makes MKL slower.
+    # One process keeps what torch has chosen.
     if local_world_size > 1 and not is_set:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
 

@@ -34,6 +34,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
         self.run_groups = {}
         self.may_change = set()
+        # Some recipes have flags for these. The log shows a figure as `forms` says (Log).
+        self.set_defaults(
+            accumulate=1, channels_last=False, cuda_graph=False, evaluate=False, forms={}
+        )
         if task:
             self.set_defaults(task=task)
 
@@ -224,5 +228,3 @@ def add_training_flags(
         metavar="SECONDS",
         help="print no more than a line in N seconds; 10, or 0 with --log-interval",
     )
-    # Some recipes have flags for them.
-    parser.set_defaults(accumulate=1, channels_last=False, cuda_graph=False, evaluate=False)

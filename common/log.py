@@ -16,9 +16,6 @@ from common import results
 from common.errors import InputError, in_one_line, show
 from common.position import Position
 
-# How these figures are shown; all others as "name 0.1234".
-FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
-
 
 class Progress(tqdm):
     """A progress bar. Where no terminal shows it, it is a line every half minute."""
@@ -45,7 +42,8 @@ class Log:
 
     Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
     under the same names, at the step of `position`. In training it logs every `interval` steps
-    (None: any), but no more than once in `seconds` (None: 10, or 0 with `interval`).
+    (None: any), but no more than once in `seconds` (None: 10, or 0 with `interval`). A figure whose
+    name is in `forms` is printed in that form, such as "acc {:.2%}", and another one as "loss 0.1".
     On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
     TensorBoard cannot write to.
     """
@@ -56,6 +54,7 @@ class Log:
         position: Position,
         seconds: float | None = None,
         interval: int | None = None,
+        forms: dict[str, str] | None = None,
         quiet: bool = False,
     ):
         self.folder = folder
@@ -69,6 +68,7 @@ class Log:
             seconds = 0 if interval else 10
         self.seconds = seconds
         self.interval = interval
+        self.forms = forms or {}
         self.writer = None
         self.warned = False
         # Functions that get (figures by name, step), such as wandb.log and mlflow.log_metrics.
@@ -156,7 +156,7 @@ class Log:
         if self.quiet:
             return
         if not self.bar.disable:
-            self.bar.set_postfix_str(in_words(figures), refresh=False)
+            self.bar.set_postfix_str(self.in_words(figures), refresh=False)
             self.bar.update(self.position.steps - self.bar.n)
         now = time.perf_counter()
         at_interval = self.interval is None or self.position.multiple_of(self.interval)
@@ -175,7 +175,7 @@ class Log:
 
     def _print_step(self, figures, rate):
         position = self.position
-        parts = [f"step {position.steps}/{self.bar.total}: {in_words(figures)}"]
+        parts = [f"step {position.steps}/{self.bar.total}: {self.in_words(figures)}"]
         parts.append(f"{rate:,.0f} samples/s")
         parts += [f"{gib:.1f} GiB" for gib in memory().values()]
         seconds = position.steps_left * position.sampler.global_batch / rate
@@ -207,16 +207,21 @@ class Log:
         data_wait = self.speed["perf/data_wait"]
         took = timedelta(seconds=round(time.monotonic() - self.started))
         speed = f"{rate:,.0f} samples/s | {data_wait:.0%} data wait"
-        results = f"train {in_words(train)} | val {in_words(val)}"
+        results = f"train {self.in_words(train)} | val {self.in_words(val)}"
         show(f"{epochs}: {results} | {speed} | after {took}")
         figures = {f"train/{name}": value for name, value in (train | rates).items()}
         figures |= {f"val/{name}": value for name, value in val.items()}
         self.write("evaluation", figures | self.speed)
 
-    def say(self, line: str) -> None:
-        """Print `line`."""
-        if not self.quiet:
-            show(line)
+    def in_words(self, figures: dict[str, float]) -> str:
+        """The figures with their names, such as "loss 0.1234 acc 98.76%"."""
+        words = []
+        for name, value in figures.items():
+            if name in self.forms:
+                words.append(self.forms[name].format(value))
+            else:
+                words.append(f"{name} {value:.4g}")
+        return " ".join(words)
 
     def write(self, event: str, figures: dict) -> None:
         """Append a JSON line, write the figures to TensorBoard, and hand them to the listeners."""
@@ -254,12 +259,6 @@ class Log:
         where = f"epoch {self.position.epoch + 1}, sample {self.position.samples}"
         how = f": continue with --resume {self.folder / 'last.pt'}" if self.folder else ""
         show(f"stopped after a signal at {where}{how}")
-
-
-def in_words(figures: dict[str, float]) -> str:
-    """The figures with their names, such as "loss 0.1234 acc 98.76%"."""
-    words = [FORMS.get(name, f"{name} {{:.4g}}").format(value) for name, value in figures.items()]
-    return " ".join(words)
 
 
 def memory() -> dict[str, float]:

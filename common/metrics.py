@@ -46,9 +46,9 @@ class Sums:
 
     def add(self, **amounts: torch.Tensor | float) -> None:
         """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
+        # A CUDA graph repeats what the device does, and no Python.
+        captured = self.own.is_cuda and torch.cuda.is_current_stream_capturing()
         for name, amount in amounts.items():
-            # A CUDA graph repeats what the device does, and no Python.
-            captured = self.own.is_cuda and torch.cuda.is_current_stream_capturing()
             if captured or isinstance(amount, torch.Tensor):
                 self.own_parts[name].add_(amount)
             else:

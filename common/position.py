@@ -133,14 +133,11 @@ class Position:
 def seed_step(seed: int, position: Position, device: torch.device, rank: int = 0) -> None:
     """Seed what this rank draws in its next step, such as dropout, by seed, position and rank.
 
-    It draws on the CPU from torch, numpy and random, and on the devices of the type of `device`.
+    It draws on the CPU from torch, numpy and random, and on the current device of that type.
     """
     step_seed = seed_of(seed, position.epoch, position.samples, rank)
     random.seed(step_seed)
     np.random.seed(step_seed % 2**32)
     torch.default_generator.manual_seed(step_seed)  # 1 us; torch.manual_seed takes 200 us
-    if device.type == "mps":
-        torch.mps.manual_seed(step_seed)
-    elif device.type != "cpu":
-        # All of them: nn.DataParallel draws on each.
-        torch.get_device_module(device).manual_seed_all(step_seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(step_seed)

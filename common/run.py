@@ -8,7 +8,6 @@ import torch
 
 from common import checkpoint, devices, lease, schedule
 from common.data import DataObject, to_device
-from common.errors import brief
 from common.log import Log, new_folder
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
@@ -57,26 +56,26 @@ class Run:
         self.writes = self.saves and world.rank == 0
         self.folder = Path(args.log_dir or new_folder(args.task))
         # What is compared with a checkpoint, and what is only said of it.
-        self.config = {name: value for name, value in vars(args).items() if name != "may_change"}
+        no_flags = ("may_change", "forms")
+        self.config = {name: value for name, value in vars(args).items() if name not in no_flags}
         self.facts = {
             "saved_by": f"{world.strategy}, world size {world.size}",
             "global_batch": train.sampler.global_batch,
-            "peak_lr": rates.peak,
+            "peak_lr": float(rates.peak),
         }
         self.profile = args.profile and self.writes
         # Whether the run ends before its --epochs: after a signal, or with --dry-run.
         self.ended = False
-        # Whether a step has begun, and not ended.
+        # Whether a step has begun, and not ended; and whether steps() has ended without a record().
         self.in_step = False
+        self.to_record = False
         # Whether the present batch is the last one of its step.
         self.ends_step = True
         self.stop = StopSignal()
+        log_folder = self.folder if self.writes else None
+        quiet = world.rank != 0
         self.log = Log(
-            self.folder if self.writes else None,
-            self.position,
-            args.log_seconds,
-            args.log_interval,
-            quiet=world.rank != 0,
+            log_folder, self.position, args.log_seconds, args.log_interval, args.forms, quiet
         )
         # Before the watchdog ends a rank, the rank writes its last collectives.
         recorder = flight_recorder(args.log_dir, world)
@@ -84,7 +83,7 @@ class Run:
         found = self._begin_or_resume(optional)
         self.log.start(self.config | self.facts, [self._setup(), *self._lines(found)])
         if self.position.over:
-            self.log.say("nothing left to do: the run has had its --epochs or --max-steps")
+            world.say("nothing left to do: the run has had its --epochs or --max-steps")
 
     def _begin_or_resume(self, optional):
         """Hold the folder, and load the checkpoint of --resume; return what was found."""
@@ -92,9 +91,10 @@ class Run:
         if self.writes:
             # Before the checkpoint is read: another job may be writing it.
             lease.hold(self.folder)
+        # The weights to evaluate are in the model already.
+        resume = None if args.evaluate else args.resume
         found = checkpoint.resume(
-            # The weights to evaluate are in the model already.
-            None if args.evaluate else args.resume,
+            resume,
             args.log_dir,
             self.state,
             self.config,
@@ -121,16 +121,23 @@ class Run:
         """Where the run resumes, and what is different from what one might expect."""
         lines = found.lines(self.position)
         if found.path:
-            saved = found.saved["config"]
-            now = self.facts
-            then = {name: saved.get(name, now[name]) for name in now}
-            if (then["global_batch"], then["peak_lr"]) != (now["global_batch"], now["peak_lr"]):
-                batch, lr = brief(then["global_batch"]), brief(then["peak_lr"])
-                lines.append(
-                    f"it was saved with global batch {batch} and peak rate {lr}, and this run has "
-                    f"{now['global_batch']} and {now['peak_lr']}: -G {batch} --lr {lr} keeps them"
-                )
+            lines += self._other_steps(found.saved["config"])
         return lines + schedule.warn_if_short(self.args.warmup_epochs, self.position)
+
+    def _other_steps(self, saved):
+        """A line, if the run that saved the flags `saved` had another global batch or rate."""
+        batch = saved.get("global_batch")
+        lr = saved.get("peak_lr")
+        own_batch = self.facts["global_batch"]
+        own_lr = self.facts["peak_lr"]
+        # A user types them into a shell: only numbers.
+        are_numbers = type(batch) is int and type(lr) is float
+        if not are_numbers or (batch == own_batch and lr == own_lr):
+            return []
+        return [
+            f"it was saved with global batch {batch} and peak rate {lr}, and this run has "
+            f"{own_batch} and {own_lr}: -G {batch} --lr {lr} keeps them"
+        ]
 
     @property
     def over(self) -> bool:
@@ -150,6 +157,8 @@ class Run:
         something to save, which is after the first step; from then on it asks the run to stop.
         """
         self._refuse_break()
+        if self.to_record:
+            raise RuntimeError("run.record() has to follow run.steps(): else the run never ends")
         position = self.position
         train.sampler.set_epoch(position.epoch, position.samples, position.steps_to_evaluation)
         self.looked_at = position.steps
@@ -183,6 +192,7 @@ class Run:
         # An evaluation may take long: what it follows is saved before it.
         self.figures = self._look()
         self.save()
+        self.to_record = True
         if self.stop.agreed:
             self.ended = True
             self.log.stopped()
@@ -206,10 +216,12 @@ class Run:
         best.pt. None keeps none. If the epoch is over, the next one begins.
         """
         self._refuse_break()
+        self.to_record = False
         self.position.record_evaluation()
         self.sums.reset()
         self.log.evaluation(self.figures, {"lr": self.rates.current}, result)
-        self.save(is_best=best is not None and self.best.update(best))
+        is_best = best is not None and self.best.update(best)
+        self.save(is_best)
         if self.args.dry_run:
             self.ended = True
 

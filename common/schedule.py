@@ -32,7 +32,8 @@ def peak_lr(args, processes: int = 1) -> float:
     """
     if args.global_batch_size is not None:
         return args.lr
-    return args.lr * {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}[args.scale_lr]
+    factors = {"linear": processes, "sqrt": math.sqrt(processes), "none": 1}
+    return args.lr * factors[args.scale_lr]
 
 
 class WarmupCosine:

@@ -21,7 +21,7 @@ NO_WEIGHTS = {
 }
 
 
-def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict, str]:
+def read_weights(path: str, flag: str = "--init-from") -> tuple[dict[str, torch.Tensor], dict, str]:
     """The weights by name in a file, its metadata, and the part of the file that has the weights.
 
     It is a state_dict, safetensors, or a checkpoint of a recipe; only that has parts, else it is
@@ -40,12 +40,12 @@ def read_weights(path: str) -> tuple[dict[str, torch.Tensor], dict, str]:
         if not is_state_dict(weights):
             raise InputError("it is not a state_dict, a dict of tensors")
     except ImportError as error:
-        raise InputError(f"--init-from {path}: pip install safetensors ({error})") from error
+        raise InputError(f"{flag} {path}: pip install safetensors ({error})") from error
     except (OSError, InputError) as error:
-        raise InputError(f"--init-from {path}: {checkpoint.reason_of(error)}") from error
+        raise InputError(f"{flag} {path}: {checkpoint.reason_of(error)}") from error
     # A file of others can raise anything.
     except Exception as error:
-        raise InputError(f"--init-from {path}: {why_not(path, error)}") from error
+        raise InputError(f"{flag} {path}: {why_not(path, error)}") from error
     return weights, metadata, part
 
 
@@ -125,13 +125,15 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
     `metadata` is that of the run.
     """
     path = args.init_from
+    flag = "--init-from"
     if args.evaluate and args.resume:
         path = checkpoint.find(args.resume, args.log_dir).path
+        flag = "--resume"
         if path is None:
             raise InputError(f"--evaluate: there is no checkpoint in {args.log_dir}")
     elif path is None or checkpoint.exists(args.resume, args.log_dir):
         return
-    weights, metadata_of_file, part = read_weights(path)
+    weights, metadata_of_file, part = read_weights(path, flag)
     own = model.state_dict()
     weights = {
         name if name in own else without_prefixes(name): weight for name, weight in weights.items()
@@ -148,10 +150,10 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
         else:
             fitting[name] = weights[name]
     if not fitting:
-        raise InputError(f"--init-from {path}: no weight in it fits the model")
+        raise InputError(f"{flag} {path}: no weight in it fits the model")
     if left_out and not args.init_partial:
         raise InputError(
-            f"--init-from {path} does not fit the model: {', '.join(left_out)}; "
+            f"{flag} {path} does not fit the model: {', '.join(left_out)}; "
             "--init-partial leaves them out"
         )
     model.load_state_dict(fitting, strict=False)
@@ -161,7 +163,7 @@ def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) ->
         line += f"; left out: {', '.join(left_out)}"
     differences = metadata.differences(metadata_of_file)
     if differences and args.evaluate:
-        raise InputError(f"{path} has other classes or inputs: {'; '.join(differences)}")
+        raise InputError(f"{flag} {path} does not fit the data: {'; '.join(differences)}")
     world.say(line, *(f"weights from {path}: {difference}" for difference in differences))
 
 

@@ -48,6 +48,7 @@ normalise = Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 def parse_args():
     parser = flags.Parser(__doc__, task="contrastive")
+    parser.set_defaults(forms={"accuracy": "acc {:.2%}"})
     add = parser.add_argument
     add(
         "--synthetic",

@@ -27,7 +27,6 @@ import jpegs  # beside this file; scripts/take.py copies it along
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World, require_same
@@ -99,7 +98,7 @@ def add_to(sums, loss, logits, labels):
 
 
 @torch.inference_mode()
-def evaluate(model, val, run, amp_dtype):
+def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     for buffer in model.buffers():
@@ -108,7 +107,7 @@ def evaluate(model, val, run, amp_dtype):
     sums = Sums(run.world.device, averages)
     for images, labels in run.batches(val.loader):
         # amp: as in training; the loss in fp32.
-        with torch.autocast(run.world.device.type, amp_dtype):
+        with torch.autocast(run.world.device.type, AMP_DTYPES[run.args.amp_dtype]):
             logits = model(jpegs.normalise(images)).float()
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
@@ -184,8 +183,8 @@ def main():
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
         # The weights of --resume, or of --init-from.
-        result = evaluate(model, val, run, amp_dtype)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        result = evaluate(model, val, run)
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):
@@ -217,7 +216,7 @@ def main():
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
-            result = evaluate(model, val, run, amp_dtype)
+            result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])
 
 

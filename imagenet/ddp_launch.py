@@ -27,7 +27,6 @@ import jpegs  # beside this file; scripts/take.py copies it along
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World, require_same
@@ -164,7 +163,7 @@ def main():
     if args.evaluate:
         # The weights of --resume, or of --init-from.
         result = evaluate(model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):

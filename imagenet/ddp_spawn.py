@@ -33,7 +33,6 @@ import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch, spawn
 from common.ranks import World, require_same
@@ -185,7 +184,7 @@ def main(local_rank, args):
     if args.evaluate:
         # The weights of --resume, or of --init-from.
         result = evaluate(model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):

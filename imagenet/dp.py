@@ -29,7 +29,6 @@ import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World
@@ -150,7 +149,7 @@ def main():
     if args.evaluate:
         # The weights of --resume, or of --init-from.
         result = evaluate(dp_model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):
@@ -169,6 +168,9 @@ def main():
         # The batches up to the next evaluation; then it saves. Their order, the rate and the random
         # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
+            if gpus:
+                # dist: each GPU draws its dropout; run.steps() has seeded the first one.
+                torch.get_device_module(world.device).manual_seed_all(torch.initial_seed())
             step(images, labels)
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:

@@ -31,7 +31,6 @@ import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.fsdp import WholeModel, WholeOptimizer, blocks, share_out
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World, require_same
@@ -222,7 +221,7 @@ def main():
     if args.evaluate:
         # The weights of --resume, or of --init-from.
         result = evaluate(model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):

@@ -34,7 +34,6 @@ import networks
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World, require_same
@@ -140,7 +139,7 @@ def add_to(sums, loss, logits, labels):
 
 
 @torch.inference_mode()
-def evaluate(args, model, val, run):
+def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
     # dist: BatchNorm's statistics differ between ranks: evaluate with rank 0's, as saved.
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
@@ -148,7 +147,7 @@ def evaluate(args, model, val, run):
     sums = Sums(run.world.device, averages)
     for images, labels in run.batches(val.loader):
         # amp: as in training.
-        with autocast(args, run.world.device):
+        with autocast(run.args, run.world.device):
             logits = model(jpegs.normalise(images))
             loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
@@ -251,8 +250,8 @@ def main():
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
         # The weights of --resume, or of --init-from.
-        result = evaluate(args, model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        result = evaluate(model, val, run)
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):
@@ -276,7 +275,7 @@ def main():
             step(images, labels)
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:
-            result = evaluate(args, model, val, run)
+            result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])
 
 

@@ -24,7 +24,6 @@ import jpegs  # beside this file; scripts/take.py copies it along
 import networks
 from common import devices, flags, graph, schedule
 from common.data import DataObject, EpochSampler
-from common.log import in_words
 from common.metrics import Sums
 from common.process import launch
 from common.ranks import World
@@ -122,7 +121,7 @@ def main():
     if args.evaluate:
         # The weights of --resume, or of --init-from.
         result = evaluate(model, val, run)
-        world.say(f"{len(val.dataset):,} val images: {in_words(result)}")
+        world.say(f"{len(val.dataset):,} val images: {run.log.in_words(result)}")
         return
 
     def step(images, labels):

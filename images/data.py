@@ -7,9 +7,13 @@ from torch.utils.data import TensorDataset
 from common import flags
 from common.errors import InputError
 
+# How the log shows the figures of a classifier.
+FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
+
 
 def add_flags(parser: flags.Parser, files: str) -> None:
     """Add the flags of a data set of images, of which --data-dir has the `files`."""
+    parser.set_defaults(forms=FORMS)
     parser.add_argument(
         "--synthetic",
         nargs="?",

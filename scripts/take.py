@@ -9,6 +9,7 @@ given. common/taken.json there says which files were copied, and from which comm
 """
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -99,13 +100,14 @@ def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> lis
 
     Raises InputError if a file is there that differs and was not copied from here.
     """
+    targets = copies(recipe, project, name)
     for package in PACKAGES:
-        if (project / f"{package}.py").exists():
+        module = project / f"{package}.py"
+        if module.exists() and project / package / "__init__.py" in targets.values():
             raise InputError(
-                f"{project / package}.py is there, and {package}/ beside it would hide it: "
+                f"{module} is there, and {package}/ beside it would hide it: "
                 "rename it, or take another folder"
             )
-    targets = copies(recipe, project, name)
     taken = read_taken(project)
     changed = []
     strange = []
@@ -133,6 +135,7 @@ def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> lis
     return sorted(changed)
 
 
+@functools.cache
 def commit() -> str:
     """The commit of this repository, for the next time somebody compares."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -172,8 +175,10 @@ def main():
     parser.add_argument("--name", help="of the copied script; default: the recipe's own")
     parser.add_argument("--overwrite", action="store_true", help="replace files that differ")
     args = parser.parse_args()
-    # Also from another folder.
-    recipe = (args.recipe if args.recipe.exists() else ROOT / args.recipe).resolve()
+    recipe = args.recipe.resolve()
+    if not recipe.exists():
+        # Also from another folder.
+        recipe = ROOT / args.recipe
     if recipe not in RECIPES:
         raise InputError(f"{args.recipe} is no recipe: give one such as mnist/single.py")
     copy = args.project / (args.name or recipe.name)

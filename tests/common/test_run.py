@@ -128,6 +128,23 @@ def test_a_break_in_the_loop_of_steps_is_refused():
             go_on()
 
 
+def test_steps_without_a_record_are_refused():
+    """The run would be at the same evaluation for ever."""
+    run, train = new_run("")
+    list(run.steps(train))
+    run.watchdog.cancel()
+    with pytest.raises(RuntimeError, match="has to follow"):
+        next(run.steps(train))
+
+
+@pytest.mark.parametrize("others", [{"global_batch": "1; rm -rf ~"}, {"peak_lr": [0.1]}, {}])
+def test_only_numbers_of_a_checkpoint_are_proposed_as_flags(others):
+    run, _ = new_run("")
+    assert "-G 2 --lr 0.5" in run._other_steps({"global_batch": 2, "peak_lr": 0.5})[0]
+    saved = {"global_batch": 2, "peak_lr": 0.5} | others if others else {}
+    assert run._other_steps(saved) == []
+
+
 def test_a_resume_says_that_the_batch_and_the_rate_are_others(tmp_path):
     mnist = f"python {ROOT}/mnist/single.py --synthetic 640 --model lenet --device cpu"
     compute(f"{mnist} --epochs 1 --log-dir log", tmp_path)
