@@ -83,7 +83,7 @@ class Proof:
             *("--log-interval", "1"),
             *more,
         ]
-        start = str(ROOT / "scripts" / "prove_start")
+        start = str(ROOT / "scripts" / "hooks")
         path = os.pathsep.join(filter(None, [start, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "PROVE": str(recorded), **environment}
         with open(recorded / "output", "a") as output:
@@ -200,7 +200,7 @@ def all_have_answered(recorded: Path) -> bool:
 
 
 def weights(path: Path) -> dict:
-    """Those of the model in a file of prove_start."""
+    """Those of the model in a file of prove_hooks."""
     return torch.load(path, map_location="cpu")["model"]
 
 

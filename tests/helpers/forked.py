@@ -171,9 +171,11 @@ def run_script(words):
     beside_script = str(Path(words[0]).resolve().parent)
     sys.path = [beside_script, *(folder for folder in sys.path[1:] if folder not in of_pytest)]
     sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    if "PROVE" in os.environ:
-        # As Python does at its start, with the PYTHONPATH of prove.py.
-        runpy.run_path(str(launch.ROOT / "scripts" / "prove_start" / "sitecustomize.py"))
+    if "PROVE" in os.environ or "CHECK" in os.environ:
+        # As Python does at its start, with the PYTHONPATH of check.py and prove.py.
+        hooks = launch.ROOT / "scripts" / "hooks"
+        sys.path.append(str(hooks))
+        runpy.run_path(str(hooks / "sitecustomize.py"))
     if "PRETENDED_GPUS" in os.environ:
         pretended_gpu.run(words[0])
     else:

@@ -1,44 +1,27 @@
-"""Python imports this first in every process of a run that scripts/prove.py starts.
+"""What scripts/prove.py has each rank write down, once its script has imported common/run.py.
 
-It waits until the script imports common/run.py, and then writes down after each step what this
-rank has: a checksum of each tensor of `state`, to PROVE/rank-N.jsonl. It keeps the weights of rank
-0 before and after the first step and after the last one, too, looks for objects that change and are
-not in `state`, and asks the models of all ranks about one batch. And it sends the signal that the
-proof is about. A sitecustomize of the environment is not read.
+After each step this is a checksum of each tensor of `state`, in PROVE/rank-N.jsonl. It keeps the
+weights of rank 0 before and after the first step and after the last one, looks for objects that
+change and are not in `state`, and asks the models of all ranks about one batch. It also sends the
+signal that the proof is about.
 """
 
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import signal
 import sys
 
+from hook_tools import checksum, is_tensor, leaves, normalise_each_sample
+
 # What changes in training has changed by then.
 LOOK_AGAIN_AFTER = 3
 
 
-class AfterCommonRun:
-    """An import hook: patches common.run.Run when the script imports it."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "common.run":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_and_patch(module):
-            load(module)
-            watch(module.Run)
-
-        spec.loader.exec_module = load_and_patch
-        return spec
-
-
-def watch(run_class):
-    """Let `run_class` tell a Recorder of each step."""
+def install(module):
+    """Let common.run.Run tell a Recorder of each step."""
+    run_class = module.Run
     steps, save = run_class.steps, run_class.save
 
     def recorded_steps(run, train):
@@ -307,16 +290,6 @@ class Recorder:
         ]
 
 
-def normalise_each_sample(batch_norm, x):
-    """In place of its forward: with the mean and the variance of a sample's channels."""
-    from torch.nn import functional
-
-    weight, bias = batch_norm.weight, batch_norm.bias
-    # Apex has weights of another type here than activations.
-    values = x if weight is None else x.to(weight.dtype)
-    return functional.group_norm(values, 1, weight, bias, batch_norm.eps).to(x.dtype)
-
-
 def can_be_asked(model):
     """Whether all ranks should give the same answer to a batch.
 
@@ -344,36 +317,6 @@ def variables_of_callers():
         frame = frame.f_back
 
 
-def is_tensor(value):
-    return hasattr(value, "data_ptr")
-
-
-def leaves(value, name=""):
-    """Yield (name, tensor or other value) of nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    else:
-        yield name, value
-        return
-    for key, part in parts:
-        yield from leaves(part, f"{name}.{key}" if name else str(key))
-
-
-def checksum(value):
-    import zlib
-
-    import torch
-
-    if not is_tensor(value):
-        return zlib.crc32(repr(value).encode())
-    if hasattr(value, "to_local"):
-        value = value.to_local()
-    data = value.detach().cpu().contiguous().flatten()
-    return zlib.crc32(data.view(torch.uint8).numpy()) if data.numel() else 0
-
-
 def checksum_of(each):
     """Of an object that is not in the state."""
     if hasattr(each, "state_dict"):
@@ -389,6 +332,3 @@ def checksum_of(each):
     else:
         state = repr(each.bit_generator.state)
     return [checksum(value) for _, value in leaves(state)]
-
-
-sys.meta_path.insert(0, AfterCommonRun())
