@@ -1,5 +1,62 @@
 """What check_hooks.py and prove_hooks.py share."""
 
+import functools
+
+
+def around(owner, name, before=None, after=None):
+    """Patch a function: call `before`, it, and `after` with its result and that of `before`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def patched(*args, **kwargs):
+        found = before(*args, **kwargs) if before else None
+        result = original(*args, **kwargs)
+        if after:
+            after(result, found, *args, **kwargs)
+        return result
+
+    patched.original = original
+    setattr(owner, name, patched)
+
+
+def leave_out_dropout(torch, drew=None, leave_out=True):
+    """Let no mask be drawn, as each rank draws its own; call drew(input) where one would be."""
+    functional = torch.nn.functional
+
+    def without(original, x, p=0.5, training=True, inplace=False):
+        if training and p and drew:
+            drew(x)
+        return original(x, p, training and not leave_out, inplace)
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
+        setattr(functional, name, functools.partial(without, getattr(functional, name)))
+    attention = functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+        if dropout_p and drew:
+            drew(query)
+        p = 0.0 if leave_out else dropout_p
+        return attention(query, key, value, attn_mask, p, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = attend
+
+
+def split_batch_norm(torch):
+    """Let BatchNorm normalise each sample by itself, as each rank has a batch of its own."""
+    functional = torch.nn.functional
+    of_batch = functional.batch_norm
+
+    @functools.wraps(of_batch)
+    def of_sample(x, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        if not training:
+            return of_batch(x, mean, var, weight, bias, training, momentum, eps)
+        # Apex has weights of another type here than activations.
+        values = x if weight is None else x.to(weight.dtype)
+        return functional.group_norm(values, 1, weight, bias, eps).to(x.dtype)
+
+    functional.batch_norm = of_sample
+
 
 def normalise_each_sample(batch_norm, x):
     """In place of its forward: with the mean and the variance of a sample's channels."""

@@ -39,6 +39,7 @@ if "CHECK" in os.environ:
     import check_hooks
 
     functions["torch"] = check_hooks.install
+    functions["torch.distributed.fsdp"] = check_hooks.install_fsdp
     functions["horovod.torch"] = check_hooks.install_horovod
 sys.meta_path.insert(0, AfterImport(functions))
 # In a process that was forked from one with torch.

@@ -1,0 +1,851 @@
+"""Check a distributed script, whoever wrote it: is each sample used once, is each gradient averaged?
+
+    python scripts/check.py torchrun --nproc-per-node=2 train.py --epochs 3
+    python scripts/check.py horovodrun -np 2 python train.py --epochs 3
+
+The script is not edited. It runs once as it is, where long passes over its data are cut short, and
+then a few steps at a time: with each rank's share of the data, with the data of all ranks on each,
+and on one process. The table says what is wrong, with the line of minimal/ that does it right;
+what to look at; and what could not be seen. Files that it saves with torch.save are put back.
+docs/prove.md says what each row means. It ends with status 1 if something is wrong.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(1, str(ROOT))
+
+from common.errors import InputError
+
+HOOKS = ROOT / "scripts" / "hooks"
+# How far the updates of ranks with shares and with the samples of all may be apart: right scripts
+# are at 1e-6. Adam divides by gradients, of which the smallest are all rounding.
+ROUNDING = 2e-3
+ROUNDING_OF_ADAM = 3e-2
+ROUNDING_IN_16_BITS = 0.1
+# The line of minimal/ that does it right.
+RIGHT = {
+    "broadcast": ("hvd.py", "hvd.broadcast_parameters(model.state_dict()"),
+    "wrapper": ("ddp_launch.py", "logits = ddp_model("),
+    "backward": ("ddp_launch.py", "optimizer.zero_grad()"),
+    "optimizer": ("fsdp.py", "optimizer = torch.optim.SGD("),
+    "rate": ("ddp_launch.py", "optimizer = torch.optim.SGD("),
+    "clip": ("ddp_amp.py", "scaler.scale(loss).backward()"),
+    "seed": ("fsdp.py", "torch.manual_seed(0)"),
+    "sampler": ("ddp_launch.py", "sampler = DistributedSampler("),
+    "set_epoch": ("ddp_launch.py", "sampler.set_epoch(epoch)"),
+    "share": ("ddp_launch.py", "share = range("),
+    "sum": ("ddp_launch.py", "dist.all_reduce(correct)"),
+    "buffers": ("ddp_launch.py", "dist.broadcast(buffer"),
+    "eval": ("ddp_launch.py", "model.eval()"),
+    "train": ("ddp_launch.py", "model.train()"),
+    "save": ("ddp_launch.py", "torch.save("),
+    "average": ("hvd.py", "hvd.DistributedOptimizer("),
+    "divide": ("ddp_launch.py", "return correct.item() /"),
+}
+
+
+@dataclass
+class Finding:
+    """A row: "wrong", "look", "not seen" or "ok", a sentence, and a key of RIGHT."""
+
+    verdict: str
+    text: str
+    right: str = ""
+
+    def row(self) -> str:
+        where = line_of(*RIGHT[self.right]) if self.right else ""
+        return f"| {self.verdict} | {self.text} | {where} |"
+
+
+def wrong(text: str, right: str = "") -> Finding:
+    return Finding("wrong", text, right)
+
+
+def look(text: str, right: str = "") -> Finding:
+    return Finding("look", text, right)
+
+
+def not_seen(text: str) -> Finding:
+    return Finding("not seen", text)
+
+
+def line_of(name: str, text: str) -> str:
+    """file:line of a piece of minimal/"""
+    lines = (ROOT / "minimal" / name).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if text in line)
+    return f"minimal/{name}:{number}"
+
+
+def names(some) -> str:
+    """A few of these names, without the numbers of check_hooks."""
+    some = [re.sub(r"^\d+\.\d+:", "", name) for name in some]
+    return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
+
+
+class Seen:
+    """What the processes of a run have written down."""
+
+    def __init__(self, folder: Path):
+        self.ranks = {}
+        self.workers = []
+        for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+            events = [json.loads(line) for line in path.read_text().splitlines()]
+            if any(event["event"] == "step" for event in events):
+                self.ranks.setdefault(events[-1]["rank"], []).extend(events)
+            self.workers += [event for event in events if event["event"] == "random"]
+        self.ranks = dict(sorted(self.ranks.items()))
+        self.several = len(self.ranks) > 1
+
+    def of(self, kind: str, rank: int | None = None) -> list[dict]:
+        """The events of a kind, of the first rank if not of another."""
+        first = next(iter(self.ranks.values()), [])
+        events = first if rank is None else self.ranks[rank]
+        return [event for event in events if event["event"] == kind]
+
+    def of_all(self, kind: str) -> list[list[dict]]:
+        return [self.of(kind, rank) for rank in self.ranks]
+
+    def aligned(self, kind: str):
+        """Yield the first event of each rank, then the second of each, ..."""
+        return zip(*self.of_all(kind), strict=False)
+
+    def passes(self) -> dict:
+        """{(loader, number): {rank: pass}} in their order"""
+        found = {}
+        for rank in self.ranks:
+            for event in self.of("pass", rank):
+                found.setdefault(tuple(event["place"]), {})[rank] = event
+        return found
+
+
+def differ(values) -> bool:
+    return len({str(value) for value in values}) > 1
+
+
+# Rows: each function yields what it finds, and "ok" is what stands there if it finds nothing.
+
+
+def weights(seen: Seen):
+    """All ranks hold the same weights; each weight gets a gradient and is in an optimizer."""
+    sharded = seen.of("step")[0]["sharded"]
+    if seen.several and not sharded:
+        yield from itertools.islice(different_weights(seen), 1)
+    steps = seen.of_all("step")
+    for number in sorted({step["optimizer"] for step in steps[0]}):
+        yield from gradients_of(number, steps)
+    for event in seen.of("lost"):
+        if event["nested"]:
+            text = "are used in a model, and are in no optimizer (a list instead of ModuleList?)"
+            yield wrong(f"{text}: {names(event['names'])}", "optimizer")
+        else:
+            yield look(f"take part in training, and are in no optimizer: {names(event['names'])}")
+    rates = [[step["rates"] for step in line] for line in seen.aligned("step")]
+    if any(map(differ, rates)):
+        yield wrong("the ranks train with different rates", "rate")
+    shards = [events[0]["crc"] for events in seen.of_all("shard") if events]
+    if differ(shards):
+        yield wrong("each rank shards a model with other weights: seed them alike", "seed")
+
+
+def different_weights(seen: Seen):
+    for line in seen.aligned("step"):
+        begin = different_names([step["before"] for step in line])
+        end = different_names([step["after"] for step in line])
+        if not (begin or end):
+            continue
+        number = line[0]["step"]
+        unlike = different_names([step["gradients"] for step in line])
+        if begin and number == 1:
+            why, right = "rank 0's were not broadcast", "broadcast"
+        elif begin:
+            why, right = "they change between two steps", "buffers"
+        elif unlike:
+            why, right = f"the gradients of {names(unlike)} were not averaged", "wrapper"
+        else:
+            why, right = "the gradients are the same: other rates, decays or states", "rate"
+        when = "before" if begin else "after"
+        yield wrong(
+            f"the ranks hold different weights {when} step {number}: {names(begin or end)} ({why})",
+            right,
+        )
+
+
+def different_names(found: list[dict]) -> list[str]:
+    """The names whose values are not the same in all of these."""
+    return [name for name in found[0] if differ(each.get(name) for each in found)]
+
+
+def gradients_of(number: int, steps_of_ranks: list[list[dict]]):
+    """Whether the weights of an optimizer get gradients, and change."""
+    steps = [step for steps in steps_of_ranks for step in steps if step["optimizer"] == number]
+    if len(steps) < 3 * len(steps_of_ranks):
+        return
+    every = list(steps[0]["gradients"])
+    dead = [name for name in every if not any(step["gradients"].get(name) for step in steps)]
+    if every and len(dead) == len(every):
+        of_no_module = all(name.endswith("of no module") for name in every)
+        if of_no_module:
+            why = "they are of no model: was it made before the model was wrapped, or moved?"
+        else:
+            why = "zero_grad() behind backward(), detach() or no_grad()?"
+        yield wrong(f"no weight of optimizer {number + 1} ever got a gradient: {why}", "backward")
+    elif dead:
+        yield look(f"no gradient in any of {len(steps)} steps: {names(dead)}")
+    moved = any(step["before"] != step["after"] for step in steps)
+    if not moved and len(dead) < len(every):
+        rates = {rate for step in steps for rate in step["rates"]}
+        rate = ": its rate is 0" if rates == {0.0} else ""
+        yield wrong(f"no weight of optimizer {number + 1} changes{rate}", "rate")
+
+
+def clipping(seen: Seen):
+    """A norm to clip by is of the averaged and unscaled gradients."""
+    if seen.several and any(
+        differ(f"{clip['norm']:.4g}" for clip in line) for line in seen.aligned("clip")
+    ):
+        yield wrong("each rank clips by a norm of its own: clip behind the average", "clip")
+    if any(clip["scaled"] for clip in seen.of("clip")):
+        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before", "clip")
+
+
+def training_data(seen: Seen):
+    """Each pass has an order of its own, and each of its samples goes to one rank."""
+    passes = {place: shares for place, shares in seen.passes().items() if trains(shares)}
+    if not any(share["batches"] for shares in passes.values() for share in shares.values()):
+        yield not_seen("which samples are trained on: no map-style data set in a DataLoader")
+    if is_alike(seen):
+        verdict = look if seen.of("step")[0]["parallel"] else wrong
+        yield verdict("each rank's model gets the same input in each step", "sampler")
+    told = set()
+    for (loader, _), shares in passes.items():
+        finding = loader not in told and seen.several and shares_of_pass(loader, shares)
+        if finding:
+            told.add(loader)
+            yield finding
+    for (_, shares), (_, following) in passes_in_a_row(passes):
+        rank = min(shares)
+        if rank in following and (finding := orders(shares[rank], following[rank])):
+            yield finding
+            break
+    yield from undivided_accumulation(seen)
+
+
+def trains(shares: dict) -> bool:
+    return any(share["trains"] for share in shares.values())
+
+
+def flat(share: dict) -> list[str]:
+    """The samples of a pass."""
+    return [str(index) for batch in share["batches"] or [] for index in batch]
+
+
+def is_alike(seen: Seen) -> bool:
+    """Whether the models of all ranks get the same inputs."""
+    by_step = [{event["step"]: event["crc"] for event in events} for events in seen.of_all("input")]
+    common = set.intersection(*map(set, by_step)) if by_step else set()
+    same = [not differ(inputs[step] for inputs in by_step) for step in common]
+    return seen.several and len(same) > 1 and all(same)
+
+
+def shares_of_pass(loader: int, shares: dict) -> Finding | None:
+    """What is wrong with the shares of a pass, if all ranks have one."""
+    length = next(iter(shares.values()))["length"]
+    each = [flat(share) for share in shares.values()]
+    samples = sum(map(len, each))
+    different = len(set(itertools.chain(*each)))
+    done = all(share["done"] for share in shares.values())
+    # Drawn with replacement, or from a stream that begins again.
+    repeats = any(len(set(share)) < len(share) for share in each)
+    if not length or len(each) < 2 or not samples or repeats:
+        return None
+    if done and all(len(share) >= length for share in each):
+        text = f"each rank reads all {length} samples in each pass over loader {loader + 1}"
+        return wrong(f"{text}, not a share of them", "sampler")
+    # DistributedSampler fills the shares up.
+    if samples - different > len(each):
+        twice = f"{samples - different} of {samples} samples of a pass over loader {loader + 1}"
+        return wrong(f"{twice} are read by two ranks", "sampler")
+    if done and different < 0.9 * length:
+        left = f"{length - different} of {length} samples"
+        return look(f"a pass over loader {loader + 1} leaves out {left}", "sampler")
+    return None
+
+
+def passes_in_a_row(passes: dict):
+    """Yield pairs of passes: of the same loader, or over the same data with a new one."""
+    by_loader = collections.defaultdict(list)
+    for place, shares in passes.items():
+        by_loader[place[0]].append((place, shares))
+    by_data = collections.defaultdict(list)
+    for each in by_loader.values():
+        yield from itertools.pairwise(each)
+        if len(each) == 1:
+            by_data[next(iter(each[0][1].values()))["data"]].append(each[0])
+    for each in by_data.values():
+        yield from itertools.pairwise(each)
+
+
+def orders(share: dict, following: dict) -> Finding | None:
+    first, second = flat(share), flat(following)
+    both = min(len(first), len(second))
+    if both < 3 or first[:both] != second[:both]:
+        return None
+    passes = f"loader {share['place'][0] + 1}: two passes have the same order"
+    numbers = [int(index) for index in first if index.isdigit()]
+    if share["shuffles"]:
+        return wrong(f"{passes} (set_epoch?)", "set_epoch")
+    is_sorted = numbers == sorted(numbers)
+    return look(f"{passes}, {'that of the data' if is_sorted else 'of its own sampler'}", "sampler")
+
+
+def undivided_accumulation(seen: Seen):
+    """Several batches make a step, and each adds a whole gradient."""
+    steps = seen.of("step")
+    whole = [
+        step
+        for step in steps
+        if step["fetches"] > 1
+        and step["backwards"] == step["fetches"] == len(step["loss_gradients"])
+        and not differ([1.0, *step["loss_gradients"]])
+    ]
+    if len(whole) > 1 and 2 * len(whole) > len(steps[:5]):
+        count = whole[0]["fetches"]
+        yield look(f"the gradient of a step is the sum of {count} batches, not their average")
+
+
+def evaluation_data(seen: Seen):
+    """An evaluation counts each sample once, and over all ranks."""
+    loaders_that_train = {place[0] for place, shares in seen.passes().items() if trains(shares)}
+    passes = {
+        place: shares
+        for place, shares in seen.passes().items()
+        if place[0] not in loaders_that_train
+        and any(share["evaluates"] for share in shares.values())
+    }
+    if not passes:
+        yield not_seen("an evaluation: no DataLoader of its own within no_grad()")
+    told = set()
+    for (loader, _), shares in passes.items():
+        if loader in told or not all(share["done"] for share in shares.values()):
+            continue
+        told.add(loader)
+        yield from counted_samples(seen, loader, shares)
+    for place, shares in passes.items():
+        if finding := not_added_up(seen, place, shares):
+            yield finding
+            break
+
+
+def counted_samples(seen: Seen, loader: int, shares: dict):
+    length = next(iter(shares.values()))["length"]
+    each = [flat(share) for share in shares.values()]
+    different = len(set(itertools.chain(*each)))
+    samples = sum(map(len, each))
+    whole = all(len(share) >= length for share in each) if length else True
+    if not length or whole:
+        return
+    if different < length:
+        left = f"{length - different} of {length} samples"
+        yield wrong(f"the evaluation of loader {loader + 1} leaves out {left}", "share")
+    if different < samples:
+        text = f"the evaluation of loader {loader + 1} reads {samples - different} samples twice"
+        if any(event["gathers"] for event in seen.of("end")):
+            yield look(f"{text}: are they cut off once they are gathered?", "share")
+        else:
+            yield wrong(f"{text}, and they count twice", "share")
+
+
+def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
+    """Each rank evaluates a share, and no collective follows."""
+    rank = min(shares)
+    length = shares[rank]["length"]
+    is_share = length and len(shares) > 1 and len(flat(shares[rank])) < length
+    if not is_share:
+        return None
+    events = seen.ranks[rank]
+    at = events.index(shares[rank])
+    after = [event for event in events[at:] if event["event"] in ("step", "end")]
+    last = after[0] if after else events[-1]
+    if last["reductions"] + last["gathers"] > shares[rank]["before"]:
+        return None
+    text = f"each rank evaluates a share of loader {place[0] + 1}, and nothing adds them up"
+    return wrong(f"{text}: a figure of rank 0 is that of its share", "sum")
+
+
+def modes(seen: Seen):
+    """Evaluations are in evaluation mode, and training goes on in training mode."""
+    loaders = {tuple(place)[0] for step in seen.of("step") for place in step["trains"]}
+    events = [event for event in seen.of("mode") if event["passes"]]
+    for event in events:
+        in_training = any(place[0] in loaders for place in event["passes"])
+        if event["training"] and event["root"] and not event["gradient"] and not in_training:
+            what = "BatchNorm" if event["norm"] else "dropout"
+            yield wrong(f"evaluates with {what} in training mode: model.eval()", "eval")
+            break
+    trained = [event for event in events if event["gradient"]]
+    trained = [event for event in trained if any(place[0] in loaders for place in event["passes"])]
+    on = [event for event in trained if event["training"]]
+    off = [event for event in trained if not (event["training"] or event["root"])]
+    if on and any(event["step"] > on[0]["step"] for event in off):
+        yield wrong("trains on in evaluation mode behind an evaluation: model.train()", "train")
+    yield from statistics(seen)
+
+
+def statistics(seen: Seen):
+    loaders = {tuple(place)[0] for step in seen.of("step") for place in step["trains"]}
+    for line in seen.aligned("statistics"):
+        evaluated = line[0]["passes"] and all(
+            place[0] not in loaders for place in line[0]["passes"]
+        )
+        same_pass = not differ(event["passes"] for event in line)
+        if seen.several and evaluated and same_pass and differ(event["crc"] for event in line):
+            text = "each rank evaluates with BatchNorm statistics of its own"
+            yield wrong(f"{text}: broadcast rank 0's, which are saved", "buffers")
+            return
+
+
+def random_numbers(seen: Seen):
+    """Each rank draws its own dropout, and each pass its own augmentation."""
+    draws = [{event["at"]: event["crc"] for event in events} for events in seen.of_all("draws")]
+    same = seen.several and draws[0] and all(each == draws[0] for each in draws)
+    if same and not is_alike(seen) and not seen.of("step")[0]["parallel"]:
+        yield wrong("all ranks draw the same dropout: seed by rank once the model is built", "seed")
+    by_place = collections.defaultdict(list)
+    for event in seen.workers:
+        by_place[event["rank"], event["worker"]].append(str(event["states"]))
+    if any(len(set(states)) < len(states) for states in by_place.values()):
+        text = "a data set draws the same random numbers in two passes"
+        yield wrong(f"{text}: a worker_init_fn with a constant seed?", "seed")
+    pairs = itertools.combinations(by_place, 2)
+    if any(a[0] != b[0] and set(by_place[a]) & set(by_place[b]) for a, b in pairs):
+        yield wrong("the data sets of two ranks draw the same random numbers: seed by rank", "seed")
+
+
+def files(seen: Seen):
+    """One rank saves, what can be resumed from and loaded without the wrapper."""
+    saves = [{event["path"] for event in events} for events in seen.of_all("save")]
+    writers = collections.Counter(itertools.chain(*saves))
+    for path, count in writers.items():
+        if count > 1:
+            yield wrong(f"{count} ranks write {os.path.basename(path)}", "save")
+    saves = list(itertools.chain(*seen.of_all("save")))
+    if any(event["prefix"] for event in saves):
+        yield look("saves names with the wrapper's prefix, module.", "save")
+    if saves and not any(event["resumes"] for event in saves):
+        yield look("no saved file has the state of an optimizer: training cannot resume from it")
+    for event in seen.of("nothing loaded")[:1]:
+        counts = f"{event['missing']} of {event['of']} tensors"
+        yield wrong(f"load_state_dict(strict=False) left {counts} as they were: other names?")
+
+
+def waits(seen: Seen):
+    """How often a step asks for a tensor's value, for which Python waits on a GPU."""
+    last = seen.of("step")[-1]
+    often = [place for place, count in last["waits"].items() if 2 * count > last["step"]]
+    if often:
+        yield look(f"waits for the GPU in each step: {names(often)} asks for a tensor's value")
+
+
+def privates(seen: Seen):
+    """What the hooks could not see in this torch."""
+    for event in seen.of("not seen"):
+        yield not_seen(f"{event['rows']}: this torch is not known ({event['error']})")
+
+
+ROWS = {
+    weights: "the ranks hold the same weights, and each gets a gradient and is in an optimizer",
+    clipping: "",
+    training_data: "each pass has a new order, and each sample goes to one rank",
+    evaluation_data: "an evaluation reads each sample once, and its figures are of all ranks",
+    modes: "trains in training mode, evaluates in evaluation mode",
+    random_numbers: "ranks, passes and workers draw different random numbers",
+    files: "no file is written by two ranks",
+    waits: "",
+    privates: "",
+}
+
+
+def rows(seen: Seen):
+    """Yield what all rows find."""
+    for function, ok in ROWS.items():
+        found = list(function(seen))
+        if ok and not found:
+            found = [Finding("ok", ok)]
+        yield from found
+
+
+# Runs.
+
+
+class Runs:
+    """The runs of a command, each with a mode of check_hooks.py."""
+
+    def __init__(self, command: list[str], folder: Path):
+        self.command = command
+        self.folder = folder
+        self.limit = None
+        self.status = 0
+        # Of one mode after another; a run reads the batches that it gets from here.
+        self.batches = {}
+
+    def __call__(self, name: str, mode: str, command: list[str] | None = None) -> Seen:
+        folder = self.folder / name
+        folder.mkdir()
+        for each, batches in self.batches.items():
+            (folder / f"batches-{each}.json").write_text(json.dumps(batches))
+        path = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
+        more = {"PYTHONPATH": path, "CHECK": str(folder), "CHECK_MODE": mode}
+        # torch.compile changes how a step is computed, and not what.
+        more["TORCHDYNAMO_DISABLE"] = "1"
+        began = time.monotonic()
+        try:
+            with open(folder / "output", "w") as output:
+                self.status = start(command or self.command, more, output, self.limit)
+        finally:
+            put_files_back(folder)
+        if self.limit is None:
+            self.limit = 60 + 3 * (time.monotonic() - began)
+        return Seen(folder)
+
+    def said(self, name: str) -> str:
+        """The line in which a run names its error, or its last one."""
+        lines = (self.folder / name / "output").read_text(errors="replace").splitlines()
+        named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
+        errors = [line for line in lines if named.match(line) and "elastic" not in line]
+        return (errors or lines or ["it printed nothing"])[-1].strip()
+
+
+def start(command: list[str], more: dict, output, limit: float | None) -> int:
+    """Run a command in a session of its own, of which nothing is left; return its status."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InputError(f"{command[0]}: {error.strerror}") from None
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        if process.poll() is None:
+            # Launchers end their ranks.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def put_files_back(folder: Path) -> None:
+    """What was saved over an older file, or as a new one."""
+    for note in folder.glob("file-*.json"):
+        file = json.loads(note.read_text())
+        if file["existed"]:
+            os.replace(note.with_suffix(".old"), file["path"])
+        else:
+            Path(file["path"]).unlink(missing_ok=True)
+
+
+def on_one_process(command: list[str]) -> list[str] | None:
+    """The same command for one process; None if it does not say how many before the script."""
+    options = ("--nproc-per-node", "--nproc_per_node", "--nproc", "-np", "-n", "--np")
+    changed = list(command)
+    for number, word in enumerate(command):
+        if word.endswith(".py"):
+            return None
+        if word in options and command[number + 1].isdigit():
+            changed[number + 1] = "1"
+            return changed
+        option, equals, _ = word.partition("=")
+        if equals and option in options:
+            changed[number] = f"{option}=1"
+            return changed
+    return None
+
+
+# Runs that are compared.
+
+
+def compare(runs: Runs, watched: Seen):
+    """Yield what the runs of a few steps say."""
+    share = runs("share", "share")
+    if not share.ranks:
+        yield not_seen(
+            f"what a sample does to the weights: the run has failed: {runs.said('share')}"
+        )
+        return
+    if share.several:
+        yield from compare_updates(runs, watched, share)
+    yield from compare_figures(runs, share)
+
+
+def compare_updates(runs: Runs, watched: Seen, share: Seen):
+    """The steps of shares with those in which each rank gets the batches of all."""
+    text = "whether steps with shares are those with the batches of all ranks"
+    drawn = [step["states"] for step in share.of("step")]
+    batches = batches_of_all(share)
+    if not batches:
+        yield not_seen(f"{text}: no map-style data set in a DataLoader")
+        return
+    if differ(drawn):
+        yield not_seen(f"{text}: a step draws random numbers")
+        return
+    runs.batches["whole"] = batches
+    whole = runs("whole", "whole")
+    if runs.status or not (runs.folder / "whole" / "whole-0.pt").exists():
+        yield not_seen(f"{text}: that run has failed: {runs.said('whole')}")
+        return
+    folders = runs.folder / "share", runs.folder / "whole"
+    start, first, last = distances(*folders, list(share.ranks))
+    if start > 1e-6:
+        yield not_seen(f"{text}: the runs begin with different weights")
+        return
+    apart = f"{first:.0e} of the first gradient, {last:.0e} of three updates"
+    rounding, of_gradient = rounding_of(watched)
+    if first < of_gradient and last < rounding:
+        yield Finding("ok", f"steps with shares are those with the batches of all ranks: {apart}")
+        yield from compare_with_one(runs, share)
+    elif any(step["gathers"] for step in share.of("step")[:3]):
+        yield look(
+            f"the update depends on how samples are shared, also by what is gathered: {apart}"
+        )
+    else:
+        why = "a loss divided by the count of its rank, or over pairs of its own batch?"
+        yield wrong(f"shares of a batch train otherwise than the batch: {apart} ({why})", "wrapper")
+
+
+def rounding_of(watched: Seen) -> tuple[float, float]:
+    """How far right scripts may be apart: of the updates, and of the first gradient."""
+    first = watched.of("step")[0]
+    if first["short"]:
+        return ROUNDING_IN_16_BITS, ROUNDING_IN_16_BITS
+    return (ROUNDING if first["kind"] == "SGD" else ROUNDING_OF_ADAM), ROUNDING
+
+
+def batches_of_all(share: Seen) -> dict:
+    """{place: {rank: batches}}: each rank gets the samples of all ranks, batch by batch."""
+    found = {}
+    for (loader, number), shares in share.passes().items():
+        if trains(shares) and all(each["batches"] for each in shares.values()):
+            aligned = zip(*(each["batches"] for each in shares.values()), strict=False)
+            batches = [list(itertools.chain(*batches)) for batches in aligned]
+            found[f"{loader} {number}"] = {str(rank): batches for rank in share.ranks}
+    return found
+
+
+def distances(ours: Path, theirs: Path, ranks: list[int]) -> tuple[float, float, float]:
+    """The difference of two runs: of the starts, the first gradients, and the changes since."""
+    import torch
+
+    start = 0.0
+    apart = {"gradients": 0.0, "end": 0.0}
+    whole = {"gradients": 0.0, "end": 0.0}
+    for rank in ranks:
+        a = torch.load(next(ours.glob(f"*-{rank}.pt")))
+        b = torch.load(next(theirs.glob(f"*-{rank}.pt")))
+        for name, weight in a["start"].items():
+            if weight.numel() and name in b["start"]:
+                start = max(start, (weight - b["start"][name]).abs().max().item())
+        for part in apart:
+            for name in a[part].keys() & b[part].keys():
+                begin = a["start"][name].double() if part == "end" else 0.0
+                one, other = a[part][name].double(), b[part][name].double()
+                apart[part] += (one - other).square().sum().item()
+                whole[part] += (other - begin).square().sum().item()
+    relative = [math.sqrt(apart[part] / whole[part]) if whole[part] else 0.0 for part in apart]
+    return start, *relative
+
+
+def compare_with_one(runs: Runs, share: Seen):
+    """The first gradient of all ranks with that of one process: a sum in place of an average?"""
+    command = on_one_process(runs.command)
+    if command is None:
+        yield not_seen("whether gradients are averaged or summed: the command names no number")
+        return
+    runs.batches["one"] = runs.batches["whole"]
+    one = runs("one", "one", command)
+    if not (runs.folder / "one" / "one-0.pt").exists():
+        yield not_seen(f"averaged or summed: one process has failed: {runs.said('one')}")
+        return
+    ratio, rest = ratio_of_gradients(runs.folder, len(share.ranks))
+    ranks = len(share.ranks)
+    rates = share.of("step")[0]["rates"], one.of("step")[0]["rates"]
+    rate_is_scaled = rates[1][0] and math.isclose(rates[0][0] / rates[1][0], ranks, rel_tol=0.01)
+    if rest < ROUNDING and math.isclose(ratio, ranks, rel_tol=0.01):
+        text = f"the gradient is the sum of {ranks} ranks, not their average"
+        if rate_is_scaled:
+            yield wrong(f"{text}, and the rate is {ranks} times as high, too", "average")
+        else:
+            yield look(f"{text}: as if the rate were {ranks} times as high", "average")
+    elif rest < ROUNDING and math.isclose(ratio, 1 / ranks, rel_tol=0.01):
+        text = f"the gradient is 1/{ranks} of that of one process with the same samples"
+        yield look(f"{text}: a loss that is a sum, and is averaged over ranks?", "average")
+
+
+def ratio_of_gradients(folder: Path, ranks: int) -> tuple[float, float]:
+    """How many times the first gradient of one process that of all is, and what is left over."""
+    import torch
+
+    several = [torch.load(folder / "share" / f"share-{rank}.pt") for rank in range(ranks)]
+    one = torch.load(folder / "one" / "one-0.pt")["gradients"]
+    product = square = 0.0
+    pairs = []
+    for name, gradient in one.items():
+        if name not in several[0]["gradients"]:
+            continue
+        other = several[0]["gradients"][name]
+        # FSDP cuts along the first dimension.
+        if other.shape != gradient.shape:
+            other = torch.cat([each["gradients"][name] for each in several])
+        if other.shape == gradient.shape:
+            pairs.append((other.double(), gradient.double()))
+    product = sum((a * b).sum().item() for a, b in pairs)
+    square = sum(b.square().sum().item() for _, b in pairs)
+    ratio = product / square if square else 0.0
+    rest = sum((a - ratio * b).square().sum().item() for a, b in pairs)
+    norm = sum(a.square().sum().item() for a, _ in pairs)
+    return ratio, math.sqrt(rest / norm) if norm else 0.0
+
+
+def compare_figures(runs: Runs, share: Seen):
+    """Figures of an evaluation whose samples come in other batches."""
+    batches = other_batches(share)
+    if not batches or not any(share.of_all("figure")):
+        return
+    runs.batches["regrouped"] = batches
+    regrouped = runs("regrouped", "regrouped")
+    changed = changed_figure(share, regrouped)
+    if runs.status or changed is None:
+        return
+    # What changes by itself is no figure.
+    again = runs("again", "share")
+    if changed_figure(share, again) is None:
+        text = "a figure of the evaluation depends on how its samples are put into batches"
+        yield wrong(f"{text}: {changed} (a mean of the means of batches or ranks?)", "divide")
+
+
+def other_batches(share: Seen) -> dict:
+    """{place: {rank: batches}} of evaluations, where it matters which samples are together."""
+    found = {}
+    for (loader, number), shares in share.passes().items():
+        done = all(each["done"] and each["batches"] for each in shares.values())
+        evaluates = any(each["evaluates"] for each in shares.values())
+        if trains(shares) or not evaluates or not done:
+            continue
+        sizes = [len(batch) for each in shares.values() for batch in each["batches"]]
+        if not differ(sizes):
+            continue
+        totals = {rank: len(flat(each)) for rank, each in shares.items()}
+        rest = {rank: list(itertools.chain(*each["batches"])) for rank, each in shares.items()}
+        # A script that can have unequal shares gets others.
+        if differ(totals.values()):
+            first, last = min(rest), max(rest)
+            moved = len(rest[first]) // 4
+            rest[last] += rest[first][:moved]
+            rest[first] = rest[first][moved:]
+        found[f"{loader} {number}"] = {
+            str(rank): regroup(rest[rank], len(each["batches"])) for rank, each in shares.items()
+        }
+    return found
+
+
+def regroup(samples: list, count: int) -> list[list]:
+    """As many batches, of which the last has the most samples."""
+    first = max(1, len(samples) // (count + 2))
+    batches = [samples[start : start + first] for start in range(0, first * (count - 1), first)]
+    return [*batches, samples[first * (count - 1) :]]
+
+
+def changed_figure(ours: Seen, theirs: Seen) -> str | None:
+    """The first figure that is not the same, in words; None if there is none, or if they vary."""
+    for rank in ours.ranks:
+        if rank not in theirs.ranks:
+            return None
+        a, b = numbers(ours.of("figure", rank)), numbers(theirs.of("figure", rank))
+        if len(a) != len(b):
+            return None
+        for (one, unit), (other, _) in zip(a, b, strict=True):
+            if abs(one - other) > max(2 * unit, 1e-5 * abs(one)):
+                return f"{one:.6g} becomes {other:.6g}"
+    return None
+
+
+def numbers(figures: list[dict]) -> list[tuple[float, float]]:
+    """(number, its last digit) of figures; whole numbers may count batches."""
+    found = []
+    for figure in figures:
+        if isinstance(figure["value"], float):
+            found.append((figure["value"], 0.0))
+            continue
+        for text in re.findall(r"-?\d+\.\d+(?:e[-+]?\d+)?", figure["value"]):
+            digits = len(text.partition("e")[0].partition(".")[2])
+            exponent = int(text.partition("e")[2] or 0)
+            found.append((float(text), 10.0 ** (exponent - digits)))
+    return found
+
+
+def check(runs: Runs, with_comparison: bool) -> list[Finding]:
+    seen = runs("watch", "watch")
+    status = runs.status
+    if not seen.ranks:
+        raise InputError(f"no step of an optimizer was seen: {runs.said('watch')}")
+    found = []
+    if status:
+        found.append(wrong(f"the script ends with status {status}: {runs.said('watch')}"))
+    found += rows(seen)
+    if with_comparison:
+        found += compare(runs, seen)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--no-comparison", action="store_true", help="run the script once only")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="as you start the script")
+    args = parser.parse_args()
+    if not args.command:
+        raise InputError("give the command that starts the script, such as: torchrun train.py")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = check(Runs(args.command, Path(folder)), not args.no_comparison)
+    print("| verdict | what | right in |\n| --- | --- | --- |")
+    order = ["wrong", "look", "not seen", "ok"]
+    for finding in sorted(found, key=lambda finding: order.index(finding.verdict)):
+        print(finding.row())
+    print(f"\n{time.monotonic() - began:.0f} s: {shlex.join(args.command)}")
+    return 1 if any(finding.verdict == "wrong" for finding in found) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"check.py: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
