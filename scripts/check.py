@@ -1,4 +1,4 @@
-"""Check a distributed script, whoever wrote it: is each sample used once, is each gradient averaged?
+"""Check a distributed script of anybody: is each sample used once, is each gradient averaged?
 
     python scripts/check.py torchrun --nproc-per-node=2 train.py --epochs 3
     python scripts/check.py horovodrun -np 2 python train.py --epochs 3
@@ -250,6 +250,10 @@ def trains(shares: dict) -> bool:
     return any(share["trains"] for share in shares.values())
 
 
+def loaders_that_train(seen: Seen) -> set[int]:
+    return {place[0] for step in seen.of("step") for place in step["trains"]}
+
+
 def flat(share: dict) -> list[str]:
     """The samples of a pass."""
     return [str(index) for batch in share["batches"] or [] for index in batch]
@@ -320,23 +324,22 @@ def undivided_accumulation(seen: Seen):
     whole = [
         step
         for step in steps
-        if step["fetches"] > 1
-        and step["backwards"] == step["fetches"] == len(step["loss_gradients"])
+        if step["batches"] > 1
+        and step["backwards"] == step["batches"] == len(step["loss_gradients"])
         and not differ([1.0, *step["loss_gradients"]])
     ]
     if len(whole) > 1 and 2 * len(whole) > len(steps[:5]):
-        count = whole[0]["fetches"]
+        count = whole[0]["batches"]
         yield look(f"the gradient of a step is the sum of {count} batches, not their average")
 
 
 def evaluation_data(seen: Seen):
     """An evaluation counts each sample once, and over all ranks."""
-    loaders_that_train = {place[0] for place, shares in seen.passes().items() if trains(shares)}
+    loaders = loaders_that_train(seen)
     passes = {
         place: shares
         for place, shares in seen.passes().items()
-        if place[0] not in loaders_that_train
-        and any(share["evaluates"] for share in shares.values())
+        if place[0] not in loaders and any(share["evaluates"] for share in shares.values())
     }
     if not passes:
         yield not_seen("an evaluation: no DataLoader of its own within no_grad()")
@@ -390,7 +393,7 @@ def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
 
 def modes(seen: Seen):
     """Evaluations are in evaluation mode, and training goes on in training mode."""
-    loaders = {tuple(place)[0] for step in seen.of("step") for place in step["trains"]}
+    loaders = loaders_that_train(seen)
     events = [event for event in seen.of("mode") if event["passes"]]
     for event in events:
         in_training = any(place[0] in loaders for place in event["passes"])
@@ -408,11 +411,10 @@ def modes(seen: Seen):
 
 
 def statistics(seen: Seen):
-    loaders = {tuple(place)[0] for step in seen.of("step") for place in step["trains"]}
+    loaders = loaders_that_train(seen)
     for line in seen.aligned("statistics"):
-        evaluated = line[0]["passes"] and all(
-            place[0] not in loaders for place in line[0]["passes"]
-        )
+        passes = line[0]["passes"]
+        evaluated = passes and all(place[0] not in loaders for place in passes)
         same_pass = not differ(event["passes"] for event in line)
         if seen.several and evaluated and same_pass and differ(event["crc"] for event in line):
             text = "each rank evaluates with BatchNorm statistics of its own"
@@ -593,7 +595,7 @@ def compare(runs: Runs, watched: Seen):
     share = runs("share", "share")
     if not share.ranks:
         yield not_seen(
-            f"what a sample does to the weights: the run has failed: {runs.said('share')}"
+            f"what a sample does: a run without dropout has failed: {runs.said('share')}"
         )
         return
     if share.several:
@@ -604,7 +606,7 @@ def compare(runs: Runs, watched: Seen):
 def compare_updates(runs: Runs, watched: Seen, share: Seen):
     """The steps of shares with those in which each rank gets the batches of all."""
     text = "whether steps with shares are those with the batches of all ranks"
-    drawn = [step["states"] for step in share.of("step")]
+    drawn = [step["states"] for step in share.of("step")[:3]]
     batches = batches_of_all(share)
     if not batches:
         yield not_seen(f"{text}: no map-style data set in a DataLoader")
@@ -613,7 +615,7 @@ def compare_updates(runs: Runs, watched: Seen, share: Seen):
         yield not_seen(f"{text}: a step draws random numbers")
         return
     runs.batches["whole"] = batches
-    whole = runs("whole", "whole")
+    runs("whole", "whole")
     if runs.status or not (runs.folder / "whole" / "whole-0.pt").exists():
         yield not_seen(f"{text}: that run has failed: {runs.said('whole')}")
         return
@@ -628,9 +630,7 @@ def compare_updates(runs: Runs, watched: Seen, share: Seen):
         yield Finding("ok", f"steps with shares are those with the batches of all ranks: {apart}")
         yield from compare_with_one(runs, share)
     elif any(step["gathers"] for step in share.of("step")[:3]):
-        yield look(
-            f"the update depends on how samples are shared, also by what is gathered: {apart}"
-        )
+        yield look(f"the update depends on how samples are shared and gathered: {apart}")
     else:
         why = "a loss divided by the count of its rank, or over pairs of its own batch?"
         yield wrong(f"shares of a batch train otherwise than the batch: {apart} ({why})", "wrapper")

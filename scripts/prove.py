@@ -3,20 +3,22 @@
     python scripts/prove.py torchrun --nproc-per-node=2 train.py --synthetic
     python scripts/prove.py horovodrun -np 2 python train.py --synthetic
 
-The script is one that was made from a recipe or an example. It is run for a few steps at a time:
-twice undisturbed; with SIGKILL to all ranks, and with SIGTERM to one, each resumed; and with the
-same global batch on all processes and on one, which then evaluate the same weights. After each step
-the ranks are compared. The table says what is the same, bit by bit or to rounding, and what is not:
-the step, the tensor and the rank where it begins. docs/your-own.md says what that usually means. It
-ends with status 1 if something is wrong.
+The script is one that was made from a recipe or an example. It is run for a few steps at a time, in
+short epochs with an evaluation each: twice undisturbed; with SIGKILL to all ranks, and with SIGTERM
+to one, each resumed; and with the same global batch on all processes and on one, which then
+evaluate the same weights. After each step the ranks are compared. The table says what is the same,
+bit by bit or to rounding, and what is not: the step, the tensor and the rank where it begins.
+docs/your-own.md says what that usually means. It ends with status 1 if something is wrong.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,44 +33,72 @@ import torch
 
 from common import checkpoint, flags, results
 from common.errors import InputError, RunError
+from scripts.hooks.hook_tools import checksum, leaves
 
 # A checkpoint comes every five steps, and the signals between two of them. Both cut groups of two,
-# three, four and six batches.
+# three, four and six batches, and the epochs of four steps that prove_hooks.py makes.
 CHECKPOINT_EVERY = 5
 SIGNAL_AFTER = 7
-# How far one process and several may be apart: of an update relative to its norm, and of a figure.
+# How far the weights of one process and several may be apart, relative to their change.
 ROUNDING = 1e-3
 ROUNDING_IN_16_BITS = 0.1
+# And their figures, where both have the same weights.
+ROUNDING_OF_FIGURES = 1e-6
 # Rounding grows from step to step, in some scripts up to the whole update. So the weights of one
 # process are rounded once more in a run of their own; several may grow so many times as far apart.
 GROWTH = 10
+# Figures of training are sums that a resumed run adds in another order.
+ROUNDING_OF_SUMS = 1e-12
 FLAGS_OF_16_BITS = ("amp_dtype", "fp16_allreduce", "opt_level", "param_dtype")
 # BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
 OF_A_RANK = re.compile(r"running_(mean|var)$")
+# What is the same in two runs even where sums are rounded otherwise.
+NOT_ROUNDED = re.compile(r"(.*'s )?position\.|the batch")
+# What a row usually means, causes before what follows from them.
 MEANINGS = {
+    "replicas": "the ranks hold different states, and a checkpoint keeps that of rank 0, or none",
+    "batches": "`set_epoch` does not reach the sampler, or a rank does not take its own share",
+    "random numbers": "something seeds a generator after the step was seeded, alike on all ranks",
     "two runs": "something draws random numbers that the seed of the step does not set, or the "
     "order of its sums changes",
+    "weights": "they are in no optimizer, their gradients are cleared before it steps, or the loss "
+    "does not depend on them",
+    "evaluation": "`model.eval()` is missing, `training=self.training` in F.dropout, or the model "
+    "that is evaluated is not the one that is trained",
+    "training": "`model.train()` is missing at the beginning of the loop",
+    "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
-    "replicas": "the ranks hold different states, and a checkpoint keeps that of rank 0, or none",
+    "rates": "`schedule.peak_lr` was not used for each parameter group",
     "one process": "a loss is divided by the samples of its rank instead of those of all, padding "
     "takes part in it, the ranks do not share the data as one process sees it, or each draws "
     "random numbers in the step",
     "figures": "a figure is a mean of batches or of ranks instead of all samples, or padding or "
     "random numbers take part in it",
-    "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
+}
+# A row and those that are wrong because of it: they are not explained.
+FOLLOWING = {
+    "replicas": ("SIGKILL", "SIGTERM", "one process", "figures"),
+    "batches": ("one process",),
+    "two runs": ("SIGKILL", "SIGTERM", "one process", "figures"),
+    "evaluation": ("SIGKILL", "SIGTERM", "figures"),
+    "training": ("SIGKILL", "SIGTERM"),
+    "outside": ("SIGKILL", "SIGTERM"),
+    "SIGKILL": ("SIGTERM",),
 }
 
 
 class Proof:
     """The runs of a command, and the rows of the table."""
 
-    def __init__(self, command: list[str], steps: int, folder: Path):
+    def __init__(self, command: list[str], steps: int, folder: Path, keep: bool = False):
         self.command = command
         self.steps = steps
         self.folder = folder
-        # What the wrong rows usually mean.
+        self.keep = keep
+        # {a key of MEANINGS: the check that is wrong}, and what check.py calls wrong.
         self.wrong = {}
+        self.wrong_in_check = []
 
     def run(self, name: str, command=None, more=(), **environment) -> Path:
         """Run it up to its last step, or to its signal; return the folder of what it recorded."""
@@ -85,33 +115,42 @@ class Proof:
         ]
         start = str(ROOT / "scripts" / "hooks")
         path = os.pathsep.join(filter(None, [start, os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "PROVE": str(recorded), **environment}
-        with open(recorded / "output", "a") as output:
-            done = subprocess.run(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        expected_to_fail = "PROVE_KILL" in environment
-        if done.returncode != 0 and not expected_to_fail:
-            raise RunError(
-                f"{shlex.join(words)} ended with status {done.returncode}: {last_line(recorded)}"
-            )
-        if not list(recorded.glob("rank-*.jsonl")):
-            raise InputError(f"no step was seen: {last_line(recorded)}")
-        expected_to_stop = expected_to_fail or "PROVE_TERM" in environment
-        if not (expected_to_stop or (recorded / "end.pt").exists()):
-            raise RunError(
-                f"{shlex.join(words)} ended before step {self.steps}: {last_line(recorded)}"
-            )
-        return recorded
+        variables = {**os.environ, "PYTHONPATH": path, "PROVE": str(recorded), **environment}
+        number = len(list(recorded.glob("output-*"))) + 1
+        printed = recorded / f"output-{number}"
+        with open(printed, "w") as output:
+            status = start_and_wait(words, variables, output)
+        stops = {"PROVE_KILL", "PROVE_TERM", "PROVE_END"} & environment.keys()
+        # A resumed run may end early, which its row says.
+        stops = stops or number > 1
+        if status != 0 and "PROVE_KILL" not in environment:
+            problem = f"ended with status {status}"
+        elif not list(recorded.glob("steps-*.jsonl")):
+            raise InputError(f"no step was seen: {self.said(printed)}")
+        elif not (stops or (recorded / "end.pt").exists()):
+            problem = f"ended before step {self.steps}"
+        else:
+            return recorded
+        raise RunError(f"{shlex.join(words)} {problem}: {self.said(printed)}")
+
+    def said(self, printed: Path) -> str:
+        """Why a run failed, and where the rest of what it printed is kept."""
+        if not self.keep:
+            number, kept = tempfile.mkstemp(prefix="prove-", suffix=".txt")
+            os.close(number)
+            shutil.copy(printed, kept)
+        return f"{cause_in(printed)} (see {printed if self.keep else kept})"
 
     def interrupt(self, check: str, name: str, whole: Path, wrong: str, **signal_after) -> None:
         """Run it up to a signal, resume it, and compare it with the whole run."""
         recorded = self.run(name, **signal_after)
-        first_part = lines_of(recorded / "rank-0.jsonl")
+        first_part = steps_of(recorded)
         self.run(name)
-        second_part = lines_of(recorded / "rank-0.jsonl")[len(first_part) :]
+        second_part = steps_of(recorded)[len(first_part) :]
         if first_part[-1]["step"] == self.steps:
             self.row(check, "**it went on to its end**", wrong)
+        elif not second_part:
+            self.row(check, "**it does not go on**", wrong)
         elif second_part[0]["step"] == 1:
             self.row(check, "**it began again at step 1**", wrong)
         else:
@@ -121,62 +160,182 @@ class Proof:
         """Print a row; `wrong` is the key of what it usually means."""
         print(f"| {check} | {result} |", flush=True)
         if wrong:
-            self.wrong[wrong] = f"{check}: {MEANINGS[wrong]}"
+            self.wrong[wrong] = check
+
+    def add(self, verdict: str, text: str) -> None:
+        """Print a row of check.py, whose verdict may be "wrong"."""
+        if verdict == "wrong":
+            self.wrong_in_check.append(text)
+            verdict = "**wrong**"
+        self.row("check.py", f"{verdict}: {text}")
+
+    def explanations(self) -> list[str]:
+        """What the wrong rows usually mean, without those that follow from another."""
+        following = {each for wrong in self.wrong for each in FOLLOWING.get(wrong, ())}
+        return [
+            f"{self.wrong[wrong]}: {meaning}"
+            for wrong, meaning in MEANINGS.items()
+            if wrong in self.wrong and wrong not in following
+        ]
 
     def compare(self, check: str, whole: Path, other: Path, wrong: str) -> None:
-        """Bit by bit: the first step, rank and tensor that differ."""
+        """Bit by bit: the first step, rank and tensor or figure that differ."""
         difference = first_difference(trace(whole), trace(other))
         if not difference:
             self.row(check, "same bits")
             return
-        apart = distance(weights(whole / "end.pt"), weights(other / "end.pt"))
-        # More than two ranks add up in another order after a start.
-        if ranks_of(whole) > 2 and apart < ROUNDING:
-            self.row(check, f"same to rounding: {apart:.0e} apart at the end")
-        else:
-            self.row(check, f"**differs** from {difference}; {apart:.0e} apart at the end", wrong)
+        apart = ""
+        if (other / "end.pt").exists():
+            start = weights(whole / "before-1.pt")
+            relative = distance(weights(whole / "end.pt"), weights(other / "end.pt"), start)
+            apart = f"; {relative:.0e} of all updates apart at the end"
+            # More than two ranks add up in another order after a start.
+            if ranks_of(whole) > 2:
+                more = self.more_than_rounding(whole, other)
+                if not more:
+                    self.row(check, f"same to rounding{apart}")
+                    return
+                difference = more
+        self.row(check, f"**differs** from {difference}{apart}", wrong)
+
+    def more_than_rounding(self, whole: Path, other: Path) -> str:
+        """Where two runs, which ended, differ by more than a rounding, in words."""
+        difference = first_difference(trace(whole), trace(other), only=NOT_ROUNDED)
+        if difference:
+            return difference
+        # The first update of a resumed run has had no time to drift.
+        for before in other.glob("before-*.pt"):
+            step = before.stem.removeprefix("before-")
+            name = f"after-{step}.pt"
+            if (whole / name).exists():
+                of_update = distance(weights(whole / name), weights(other / name), weights(before))
+                if of_update > ROUNDING:
+                    return f"step {step}: {of_update:.0e} of its update"
+        rounded = self.folder / "rounded"
+        if not rounded.exists():
+            self.run("rounded", PROVE_DISTURB="1")
+        start = weights(whole / "before-1.pt")
+        end = weights(whole / "end.pt")
+        by_rounding = distance(end, weights(rounded / "end.pt"), start)
+        if distance(end, weights(other / "end.pt"), start) > max(ROUNDING, GROWTH * by_rounding):
+            return f"a step after {step}"
+        return difference_of_figures(trace(whole), trace(other), trace(rounded))
 
 
-def last_line(recorded: Path) -> str:
-    """The last line in which a script or Python names an error, or the last one."""
-    lines = (recorded / "output").read_text(errors="replace").splitlines()
+def start_and_wait(words: list[str], environment: dict, output) -> int:
+    """Run a command, and return its status; it ends when this process is told to."""
+    try:
+        process = subprocess.Popen(
+            words,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise InputError(f"cannot start {words[0]}: {error.strerror}") from error
+    try:
+        return process.wait()
+    finally:
+        # torchrun gives its ranks half a minute.
+        for number, seconds in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+
+
+def cause_in(printed: Path) -> str:
+    """The first line in which a rank names an error of its own, or the last line."""
+    lines = printed.read_text(errors="replace").splitlines()
     named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
     # Below it torchrun prints an error of its own, and a summary.
     errors = [line for line in lines if named.match(line) and "elastic" not in line]
-    return (errors or lines or ["it printed nothing"])[-1]
-
-
-def trace(recorded: Path) -> dict:
-    """{step: {rank: {name: checksum}}} of a run; a resumed one repeats some steps."""
-    found = {}
-    for path in sorted(recorded.glob("rank-*.jsonl")):
-        rank = int(path.stem.removeprefix("rank-"))
-        for line in lines_of(path):
-            found.setdefault(line["step"], {})[rank] = line["checksums"]
-    return found
+    of_others = re.compile("another rank has ended|Connection (closed|reset) by peer|Broken pipe")
+    own = [line for line in errors if not of_others.search(line)]
+    return next(iter(own or errors), (lines or ["it printed nothing"])[-1])
 
 
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def steps_of(recorded: Path, rank: int = 0) -> list[dict]:
+    """What a rank wrote after each step; a resumed run repeats some."""
+    return lines_of(recorded / f"steps-{rank}.jsonl")
+
+
 def ranks_of(recorded: Path) -> int:
-    return lines_of(recorded / "rank-0.jsonl")[0]["ranks"]
+    return steps_of(recorded)[0]["ranks"]
 
 
-def first_difference(whole: dict, other: dict) -> str:
+def trace(recorded: Path) -> dict:
+    """{step: {rank: {name: checksum or figure}}} of a run."""
+    found = {}
+    for rank in range(ranks_of(recorded)):
+        for line in steps_of(recorded, rank):
+            of_step = found.setdefault(line["step"], {})
+            of_step[rank] = {"the batch": line["batch"], **line["checksums"]}
+    for event in results.read(recorded / "log" / "results.jsonl"):
+        if event["event"] == "evaluation" and event["step"] in found:
+            found[event["step"]][0] |= figures_in(event)
+    last = found[max(found)][0]
+    for name in ("last.pt", "best.pt"):
+        with contextlib.suppress(FileNotFoundError):
+            saved, _ = checkpoint.read(recorded / "log" / name)
+            for part in ("format", "config", "sums"):
+                saved.pop(part)
+            last |= {f"{name}'s {part}": checksum(value) for part, value in leaves(saved)}
+    return found
+
+
+def figures_in(event: dict) -> dict[str, float]:
+    """The figures of training and validation in a line of results.jsonl, without the speed."""
+    return {name: value for name, value in event.items() if name.startswith(("train/", "val/"))}
+
+
+def first_difference(whole: dict, other: dict, only: re.Pattern | None = None) -> str:
     """Where two runs begin to differ, in words; empty if they are the same."""
     for step in sorted(whole):
-        for rank, checksums in sorted(whole[step].items()):
+        for rank, values in sorted(whole[step].items()):
             others = other.get(step, {}).get(rank)
             if others is None:
                 return f"step {step}: rank {rank} did not come to it"
-            for name, value in checksums.items():
+            for name, value in values.items():
                 # Those of other ranks than 0 begin anew after a resume.
                 if rank > 0 and OF_A_RANK.search(name):
                     continue
-                if others.get(name) != value:
-                    return f"step {step}: {name} of rank {rank}"
+                if only and not only.match(name):
+                    continue
+                if not same(name, value, others.get(name)):
+                    return f"step {step}: {in_words(name, value, others.get(name), rank)}"
+    return ""
+
+
+def same(name: str, value, other) -> bool:
+    """Whether a checksum or a figure is the same in two runs."""
+    if name.startswith("train/") and other is not None:
+        return math.isclose(value, other, rel_tol=ROUNDING_OF_SUMS)
+    return value == other or (value != value and other != other)
+
+
+def in_words(name: str, value, other, rank: int) -> str:
+    if name.startswith(("train/", "val/")):
+        return f"{name} of its evaluation, {other} in place of {value}"
+    return f"{name} of rank {rank}"
+
+
+def difference_of_figures(whole: dict, other: dict, rounded: dict) -> str:
+    """Where figures differ by more than rounding changes them, in words."""
+    for step in sorted(whole):
+        for name, value in whole[step][0].items():
+            if not isinstance(value, float):
+                continue
+            found = other[step][0].get(name, math.nan)
+            allowed = ROUNDING * abs(value) + GROWTH * abs(value - rounded[step][0][name])
+            if abs(value - found) > allowed:
+                return f"step {step}: {in_words(name, value, found, 0)}"
     return ""
 
 
@@ -185,8 +344,9 @@ def difference_of_ranks(recorded: Path) -> str:
     for step, ranks in sorted(trace(recorded).items()):
         for rank in sorted(ranks):
             for name, value in ranks[0].items():
-                same = ranks[rank].get(name, value) == value
-                if not same and not OF_A_RANK.search(name):
+                if name == "the batch" or OF_A_RANK.search(name):
+                    continue
+                if ranks[rank].get(name, value) != value:
                     return f"step {step}: {name} of rank {rank} is not that of rank 0"
     return ""
 
@@ -199,145 +359,299 @@ def all_have_answered(recorded: Path) -> bool:
     )
 
 
-def weights(path: Path) -> dict:
-    """Those of the model in a file of prove_hooks."""
-    return torch.load(path, map_location="cpu")["model"]
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """{name: tensor} of all models in a file of prove_hooks."""
+    saved = leaves(torch.load(path, map_location="cpu"))
+    return {name: value for name, value in saved if isinstance(value, torch.Tensor)}
 
 
-def distance(ours: dict, theirs: dict, start: dict | None = None) -> float:
-    """The difference of two sets of weights, relative to their change since `start`, or to 0."""
+def distance(ours: dict, theirs: dict, start: dict) -> float:
+    """The difference of two sets of weights, relative to their change since `start`."""
     apart = 0.0
     whole = 0.0
     for name, value in ours.items():
         if not value.is_floating_point() or OF_A_RANK.search(name):
             continue
-        value, other = value.double(), theirs[name].double()
-        change = value if start is None else value - start[name].double()
+        value, other, before = value.double(), theirs[name].double(), start[name].double()
         apart += (value - other).square().sum().item()
-        whole += change.square().sum().item()
+        whole += (value - before).square().sum().item()
     return (apart / whole) ** 0.5 if whole else apart
 
 
-def on_one_process(command: list[str]) -> list[str] | None:
-    """The same command for one process, or None if it does not say how many there are."""
-    text = shlex.join(command)
-    number = r"(--nproc[-_]per[-_]node[= ]|--nproc[= ]|-np |-n |-g |--gpus[= ])\d+"
-    changed, times = re.subn(number, r"\g<1>1", text)
-    return shlex.split(changed) if times else None
+def on_one_process(command: list[str], config: dict) -> list[str] | None:
+    """The same command for one process, or None if it does not say how many there are.
 
-
-def same_training(config: dict) -> list[str]:
-    """The flags that give one process the global batch and the rate of several."""
-    return ["--global-batch-size", str(config["global_batch"]), "--lr", repr(config["peak_lr"])]
+    `config` has the flags of the script, as a checkpoint has them.
+    """
+    # mp.spawn: the script itself starts them, and the last --gpus counts.
+    if "mp.spawn" in config.get("saved_by", "") and config.get("nodes") == 1:
+        return [*command, "--gpus", "1"]
+    number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|-np|-n)(=\d+)?$")
+    for place, word in enumerate(command):
+        if word.endswith(".py"):
+            break
+        if found := number.match(word):
+            if found[2]:
+                return [*command[:place], f"{found[1]}=1", *command[place + 1 :]]
+            if command[place + 1].isdecimal():
+                return [*command[: place + 1], "1", *command[place + 2 :]]
+    return None
 
 
 def prove(proof: Proof) -> None:
-    whole = proof.run("whole")
+    kept = f"{CHECKPOINT_EVERY + 1},{SIGNAL_AFTER + 1}"
+    whole = proof.run("whole", PROVE_KEEP=kept)
     print("| check | result |\n| --- | --- |", flush=True)
+    ranks = ranks_of(whole)
+    if ranks > 1:
+        look_at_ranks(proof, whole, ranks)
+    look_at_batches(proof, whole, ranks)
+    look_at_weights(proof, whole)
+    look_at_evaluation(proof, whole)
+    look_at_training(proof, whole)
+
     again = proof.run("again")
     proof.compare("two runs", whole, again, "two runs")
-
     check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
     proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
     check = f"SIGTERM after step {SIGNAL_AFTER}, resumed"
     proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER))
-
-    lines = lines_of(whole / "rank-0.jsonl")
-    outside = next((line["outside"] for line in lines if "outside" in line), [])
-    if outside:
-        proof.row("changes, and is in no checkpoint", f"**{', '.join(outside)}**", "outside")
-    else:
-        proof.row(
-            "changes, and is in no checkpoint",
-            "no model, optimizer, scheduler, scaler or generator",
-        )
-
-    ranks = ranks_of(whole)
+    look_outside(proof, whole)
     if ranks == 1:
         proof.row("ranks, and one process", "start it on two processes for these")
-        return
-    if difference := difference_of_ranks(whole):
-        proof.row(f"the {ranks} ranks hold the same", f"**no** from {difference}", "replicas")
-    elif all_have_answered(whole):
-        proof.row(f"the {ranks} ranks hold the same", "yes, and give one batch the same answer")
     else:
-        proof.row(f"the {ranks} ranks hold the same", "yes")
-    compare_with_one(proof, whole, ranks)
+        compare_with_one(proof, whole, ranks)
+
+
+def look_at_ranks(proof: Proof, whole: Path, ranks: int) -> None:
+    """Whether they hold the same, and draw other random numbers."""
+    check = f"the {ranks} ranks hold the same"
+    if difference := difference_of_ranks(whole):
+        proof.row(check, f"**no** from {difference}", "replicas")
+    elif all_have_answered(whole):
+        proof.row(check, "yes, and give one batch the same answer")
+    else:
+        proof.row(check, "yes")
+    check = "random numbers of the ranks"
+    lines = [steps_of(whole, rank) for rank in range(ranks)]
+    for of_ranks in zip(*lines, strict=True):
+        for generator, state in of_ranks[0]["drawn"].items():
+            if any(line["drawn"].get(generator) == state for line in of_ranks[1:]):
+                step = of_ranks[0]["step"]
+                result = f"**the same** from step {step}, from {generator}"
+                proof.row(check, result, "random numbers")
+                return
+    draws = any(line["drawn"] for of_rank in lines for line in of_rank)
+    proof.row(check, "each draws its own in a step" if draws else "none draws in a step")
+
+
+def look_at_batches(proof: Proof, whole: Path, ranks: int) -> None:
+    """Whether each rank and each epoch has its own."""
+    epochs = []
+    for rank in range(ranks):
+        of_rank = {}
+        for line in steps_of(whole, rank):
+            of_rank.setdefault(line["epoch"], []).append(line["batch"])
+        epochs.append(list(of_rank.values()))
+    check = "batches"
+    first, second, *_ = epochs[0]
+    alike = [rank for rank in range(1, ranks) if epochs[rank] == epochs[0]]
+    if alike:
+        proof.row(check, f"**rank {alike[0]} has those of rank 0**", "batches")
+    elif first != second:
+        proof.row(check, "other ones in each epoch" + (" and on each rank" if ranks > 1 else ""))
+    elif steps_of(whole)[0]["shuffled"]:
+        proof.row(check, "**the second epoch has those of the first**", "batches")
+    else:
+        proof.row(check, "look: the same in each epoch, as the sampler does not shuffle")
+
+
+def look_at_weights(proof: Proof, whole: Path) -> None:
+    """Whether each one that is to train has changed."""
+    check = "each weight changes"
+    start, end = weights(whole / "before-1.pt"), weights(whole / "end.pt")
+    known = steps_of(whole)[-1]["weights"]
+    there = [name for name in known if known[name]["trains"] and name in start and name in end]
+    unchanged = [name for name in there if torch.equal(start[name], end[name])]
+    without_gradient = [name for name in unchanged if not known[name]["has_gradient"]]
+    without_optimizer = [
+        name
+        for name in unchanged
+        if not known[name]["in_optimizer"] and name not in without_gradient
+    ]
+    if len(unchanged) == len(there):
+        proof.row(check, f"**none** of {len(there)}", "weights")
+    elif without_optimizer:
+        result = f"**not {listed(without_optimizer)}**: with a gradient, but in no optimizer"
+        proof.row(check, result, "weights")
+    elif without_gradient:
+        proof.row(check, f"look: all but {listed(without_gradient)}, which get no gradient")
+    elif unchanged:
+        proof.row(check, f"look: all but {listed(unchanged)}, whose gradient is nearly 0")
+    else:
+        proof.row(check, f"all {len(there)}")
+
+
+def listed(names: list[str]) -> str:
+    """The first names of a list."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def look_at_evaluation(proof: Proof, whole: Path) -> None:
+    """In which mode it is, with which weights, and whether it changes some."""
+    check = "an evaluation"
+    paths = sorted(whole.glob("evaluations-*.jsonl"))
+    if not paths:
+        proof.row(check, "not seen: it does not use run.batches()")
+        return
+    of_ranks = [lines_of(path) for path in paths]
+    modes = sorted({mode for lines in of_ranks for line in lines for mode in line["modes"]})
+    # The others get BatchNorm's statistics of rank 0.
+    lines = of_ranks[0]
+    changed = sorted({name for line in lines for name in line["changed"]})
+    outside = [line["outside"] for line in lines]
+    names = sorted({each.rpartition(" ")[0] for each in outside[-1]})
+    untrained = outside[0] and outside[0] == outside[-1] and not any(x["inside"] for x in lines)
+    if modes:
+        proof.row(check, f"**in training mode**: {listed(modes)}", "evaluation")
+    elif changed:
+        proof.row(check, f"**it changes** {listed(changed)}", "evaluation")
+    elif untrained:
+        proof.row(check, f"**with weights that nothing trains**: {listed(names)}", "evaluation")
+    elif outside[0] != outside[-1]:
+        proof.row(check, f"look: with weights that are in no checkpoint: {listed(names)}")
+    else:
+        proof.row(check, "in evaluation mode, and it changes no weight and no buffer")
+
+
+def look_at_training(proof: Proof, whole: Path) -> None:
+    """Whether it is in training mode after an evaluation as well."""
+    check = "training after an evaluation"
+    for line in steps_of(whole):
+        if modules := line["no_longer_trained"]:
+            result = f"**in evaluation mode** from step {line['step']}: {listed(modules)}"
+            proof.row(check, result, "training")
+            return
+    proof.row(check, "in the mode of the first step")
+
+
+def look_outside(proof: Proof, whole: Path) -> None:
+    """What changes in training, and is not saved."""
+    check = "changes, and is in no checkpoint"
+    outside = next((line["outside"] for line in steps_of(whole) if "outside" in line), [])
+    if outside:
+        proof.row(check, f"**{', '.join(outside)}**", "outside")
+    else:
+        proof.row(check, "no model, optimizer, scheduler, scaler or generator")
+    runs = [proof.folder / name for name in ("whole", "again", "killed", "told")]
+    variables = [steps_of(recorded)[-1].get("variables", {}) for recorded in runs]
+    of_whole, of_again, of_killed, of_told = variables
+    others = [
+        name
+        for name, value in of_whole.items()
+        if of_again.get(name) == value
+        and value not in (of_killed.get(name, value), of_told.get(name, value))
+    ]
+    if others:
+        proof.row("variables after a resume", f"look: {listed(others)} are other numbers")
 
 
 def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     """Train with the same global batch on one process, and evaluate the same weights there."""
     check = f"one process in place of {ranks}"
-    command = on_one_process(proof.command)
+    saved, _ = checkpoint.read(whole / "log" / "last.pt")
+    config = saved["config"]
+    command = on_one_process(proof.command, config)
     if command is None:
         proof.row(check, "not tried: the command names no number of processes")
         return
-    saved, _ = checkpoint.read(whole / "log" / "last.pt")
-    if not {"global_batch", "peak_lr"} <= saved["config"].keys():
+    if not {"global_batch", "peak_lr"} <= config.keys():
         proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
         return
-    if lines_of(whole / "rank-0.jsonl")[0]["has_batch_norm"]:
+    compare_rates(proof, whole, proof.run("rates", command, PROVE_END="1"), ranks)
+    if steps_of(whole)[0]["has_batch_norm"]:
         proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
-    # Both with the same flags, as the rate of one process is where a warm-up begins.
-    flags_of_both = same_training(saved["config"])
+    # The same for both, and the rate is that of the whole run.
+    same_training = (
+        *("--global-batch-size", str(config["global_batch"])),
+        *("--lr", repr(config["peak_lr"])),
+    )
 
     # Without what each rank has of its own, dropout and BatchNorm's statistics: they would hide a
     # wrong loss.
     def run(name, command, **environment):
-        return proof.run(name, command, flags_of_both, PROVE_LIKE_ONE="1", **environment)
+        return proof.run(name, command, same_training, PROVE_LIKE_ONE="1", **environment)
 
     several = run("several", proof.command)
     one = run("one", command, PROVE_EVALUATE=str(several / "end.pt"))
-    disturbed = run("disturbed", command, PROVE_DISTURB="1")
-    short = any(saved["config"].get(flag) for flag in FLAGS_OF_16_BITS)
-    rounding = ROUNDING_IN_16_BITS if short else ROUNDING
-    compare_weights(proof, check, several, one, disturbed, rounding)
-    compare_figures(proof, figures(several), figures(one), ranks, rounding)
-
-
-def compare_weights(
-    proof: Proof,
-    check: str,
-    several: Path,
-    one: Path,
-    disturbed: Path,
-    rounding: float,
-) -> None:
-    """Compare the weights of several processes and of one, after the first step and at the end."""
-    start = weights(several / "before.pt")
+    in_16_bits = any(config.get(flag) for flag in FLAGS_OF_16_BITS)
+    rounding = ROUNDING_IN_16_BITS if in_16_bits else ROUNDING
+    start = weights(several / "before-1.pt")
     end, end_of_one = weights(several / "end.pt"), weights(one / "end.pt")
-    first = distance(weights(several / "after.pt"), weights(one / "after.pt"), start)
+    first = distance(weights(several / "after-1.pt"), weights(one / "after-1.pt"), start)
     last = distance(end, end_of_one, start)
-    last_by_rounding = distance(weights(disturbed / "end.pt"), end_of_one, start)
+    allowed = rounding
+    if first < rounding < last:
+        disturbed = weights(run("disturbed", command, PROVE_DISTURB="1") / "end.pt")
+        allowed = GROWTH * distance(disturbed, end_of_one, start)
     growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
-    if first < rounding and last < max(rounding, GROWTH * last_by_rounding):
+    if first < rounding and last < max(rounding, allowed):
         proof.row(check, f"same to rounding: {growth}")
     else:
         furthest = furthest_apart(end, end_of_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")
+    rounding = ROUNDING_IN_16_BITS if in_16_bits else ROUNDING_OF_FIGURES
+    compare_figures(proof, figures(several), figures(one), ranks, rounding)
+
+
+def compare_rates(proof: Proof, whole: Path, one: Path, ranks: int) -> None:
+    """Whether those of all parameter groups grow alike with the number of processes."""
+    rates, of_one = steps_of(whole)[0]["rates"], steps_of(one)[0]["rates"]
+    factors = {name: rates[name] / of_one[name] for name in rates if of_one.get(name)}
+    check = f"rates on {ranks} processes"
+    if not factors:
+        proof.row(check, "not seen: no optimizer in `state` has one in the first step")
+        return
+    least, most = min(factors, key=factors.get), max(factors, key=factors.get)
+    if math.isclose(factors[least], factors[most], rel_tol=1e-5):
+        proof.row(
+            check, f"{factors[most]:.4g} times those of one, in each of {len(factors)} groups"
+        )
+    else:
+        result = f"{least} has {factors[least]:.4g} times that of one, {most} {factors[most]:.4g}"
+        proof.row(check, f"**differ**: {result}", "rates")
 
 
 def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding: float) -> None:
-    """Compare the figures of `ranks` processes and of one, which evaluated the same weights."""
+    """Compare the figures of `ranks` processes and of one, which had the same weights."""
     check = "evaluated on one process"
+    furthest = 0.0
     for name, value in several.items():
-        of_one = one[name]
-        close = math.isclose(value, of_one, rel_tol=rounding, abs_tol=1e-6)
-        both_undefined = math.isnan(value) and math.isnan(of_one)
-        if not (close or both_undefined):
-            values = f"{name} is {value:.6g} on {ranks} processes, {of_one:.6g} on one"
+        of_one = one.get(name, math.nan)
+        if math.isnan(value) and math.isnan(of_one):
+            continue
+        apart = abs(value - of_one) / max(abs(value), abs(of_one), 1e-6)
+        # It may be NaN.
+        if not apart < rounding:
+            values = f"{name} is {value:.9g} on {ranks} processes, {of_one:.9g} on one"
             proof.row(check, f"**differs**: {values}", "figures")
             return
+        furthest = max(furthest, apart)
     names = ", ".join(several)
-    proof.row(check, f"same to rounding: {names}" if several else "there are no figures")
+    result = f"same to rounding ({furthest:.0e}): {names}" if several else "there are no figures"
+    proof.row(check, result)
 
 
 def figures(recorded: Path) -> dict:
-    """The figures of the last evaluation of a run, if there was one."""
+    """Those of a run that do not depend on its training: of its last evaluation and first step."""
     found = {}
     for event in results.read(recorded / "log" / "results.jsonl"):
+        of_event = figures_in(event)
         if event["event"] == "evaluation":
-            found = {name: value for name, value in event.items() if name.startswith("val/")}
+            found |= {name: value for name, value in of_event.items() if "val/" in name}
+        elif event["event"] == "step" and event["step"] == 1:
+            found |= of_event
     return found
 
 
@@ -349,6 +663,11 @@ def furthest_apart(ours: dict, theirs: dict) -> str:
         if not OF_A_RANK.search(name)
     }
     return max(apart, key=apart.get)
+
+
+def end_by_signal(number, frame):
+    """Let what runs end: start_and_wait() ends its command."""
+    sys.exit(128 + number)
 
 
 def main():
@@ -371,18 +690,16 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InputError(f"--keep {folder}: give a new folder")
-        proof = Proof(command, args.steps, folder)
+        proof = Proof(command, args.steps, folder, keep=args.keep is not None)
         prove(proof)
     print(f"\n{time.monotonic() - began:.0f} s")
-    if "SIGKILL" in proof.wrong:
-        # What SIGKILL loses, SIGTERM loses, too.
-        proof.wrong.pop("SIGTERM", None)
-    for each in proof.wrong.values():
+    for each in proof.explanations():
         print(f"{each} (docs/your-own.md#prove-it)")
-    return 1 if proof.wrong else 0
+    return 1 if proof.wrong or proof.wrong_in_check else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_by_signal)
     try:
         sys.exit(main())
     except (InputError, RunError) as error:

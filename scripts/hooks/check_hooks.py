@@ -67,7 +67,7 @@ class Watcher:
         self.rounds = 0
         self.evaluated = set()
         self.after_evaluation = False
-        self.fetches = 0
+        self.batches_used = 0
         self.backwards = 0
         self.loss_gradients = []
         self.waits = collections.Counter()
@@ -161,7 +161,7 @@ class Watcher:
                 sharded=any(hasattr(weight, "to_local") for _, weight in weights),
                 parallel=any(map(is_split_otherwise, (weight for _, weight in weights))),
                 trains=sorted(self.used),
-                fetches=self.fetches,
+                batches=self.batches_used,
                 backwards=self.backwards,
                 loss_gradients=[value.item() for value in self.loss_gradients],
                 waits=dict(self.waits),
@@ -170,7 +170,7 @@ class Watcher:
         self.waits_of_step.clear()
         self.loss_gradients.clear()
         self.used = set()
-        self.fetches = 0
+        self.batches_used = 0
         self.backwards = 0
         self.scaled = False
         if self.steps == FIRST:
@@ -246,7 +246,9 @@ class Watcher:
         is_outermost = not self.running
         self.running.append(module)
         if is_outermost:
+            is_first_of_batch = not self.forward_since_fetch
             self.forward_since_fetch = True
+            self.batches_used += is_first_of_batch and with_gradient
             self.short |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             if with_gradient:
                 self.used |= self.pending
@@ -322,7 +324,6 @@ class Watcher:
             self.end_pass(indices)
             raise
         indices.fetched += 1
-        self.fetches += 1
         # What was fetched since the last forward is for the next one.
         if self.forward_since_fetch:
             self.pending = set()

@@ -1,53 +1,150 @@
 """What scripts/prove.py has each rank write down, once its script has imported common/run.py.
 
-After each step this is a checksum of each tensor of `state`, in PROVE/rank-N.jsonl. It keeps the
-weights of rank 0 before and after the first step and after the last one, looks for objects that
-change and are not in `state`, and asks the models of all ranks about one batch. It also sends the
-signal that the proof is about.
+A line of PROVE/steps-N.jsonl for each step of rank N has a checksum of each tensor of `state`, of
+the batch and of the random numbers, and the rates. A line of PROVE/evaluations-N.jsonl says what an
+evaluation computed with. Rank 0 keeps its weights before and after the first step of a process and
+at the end. It also sends the signal that the proof is about.
+
+An epoch ends after EPOCH_STEPS steps, and an evaluation has VAL_SAMPLES samples, in batches of
+VAL_BATCH: so little time shows several of both, and neither divides evenly.
 """
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
 import sys
+import types
 
-from hook_tools import checksum, is_tensor, leaves, normalise_each_sample
+from hook_tools import checksum, is_tensor, leave_out_dropout, leaves, normalise_each_sample
 
+EPOCH_STEPS = 4
+# No number of ranks or samples of a batch divides it.
+VAL_SAMPLES = 37
+VAL_BATCH = 5
 # What changes in training has changed by then.
 LOOK_AGAIN_AFTER = 3
+# A list with more numbers is data.
+LONGEST_VARIABLE = 20
+# The parts of the state that Run adds.
+OF_THE_RUN = ("position", "sums", "best")
+LIKE_ONE = "PROVE_LIKE_ONE" in os.environ
+
+# That of this process, once its training begins.
+recorder = None
+
+
+def install_nn(module):
+    """Let each kind of dropout say that it draws, or draw nothing."""
+    torch = types.SimpleNamespace(nn=module)
+    leave_out_dropout(torch, drew=note_draw, leave_out=LIKE_ONE)
+
+
+def note_draw(_):
+    if recorder and recorder.evaluated:
+        recorder.evaluated["modes"].add("dropout draws")
 
 
 def install(module):
-    """Let common.run.Run tell a Recorder of each step."""
+    """Let common.run tell a Recorder of each step, save and evaluation."""
     run_class = module.Run
-    steps, save = run_class.steps, run_class.save
+    steps, save, batches = run_class.steps, run_class.save, run_class.batches
+    position_class = module.Position
+    seed_step = module.seed_step
+
+    def short_position(sampler, *args, **kwargs):
+        return position_class(ShortEpochs(sampler), *args, **kwargs)
 
     def recorded_steps(run, train):
-        if not hasattr(run, "recorder"):
-            run.recorder = Recorder(run)
+        global recorder
+        if recorder is None:
+            recorder = Recorder(run)
             advance = run.position.advance
 
             def advance_and_look():
                 advance()
-                run.recorder.look()
+                recorder.look()
 
             run.position.advance = advance_and_look
-        return steps(run, train)
+        recorder.train_loader = train.loader
+        for batch in steps(run, train):
+            recorder.take_batch(batch)
+            yield batch
+
+    def recorded_seed_step(*args, **kwargs):
+        seed_step(*args, **kwargs)
+        recorder.seeded = random_states(recorder.run.world.device)
+
+    def recorded_batches(run, loader):
+        if recorder is None:
+            yield from batches(run, loader)
+            return
+        # Some evaluate on training data.
+        if loader is not recorder.train_loader:
+            shorten(loader)
+        with recorder.evaluation():
+            yield from batches(run, loader)
 
     def recorded_save(run, *args, **kwargs):
         save(run, *args, **kwargs)
+        if recorder is None:
+            return
+        recorder.saved = recorder.checksums_of_weights()
         # Before the last evaluation.
-        if hasattr(run, "recorder") and "PROVE_EVALUATE" in os.environ:
-            run.recorder.take_weights(os.environ["PROVE_EVALUATE"])
+        if "PROVE_EVALUATE" in os.environ and recorder.steps == run.position.max_steps:
+            recorder.take_weights(os.environ["PROVE_EVALUATE"])
 
-    run_class.steps, run_class.save = recorded_steps, recorded_save
+    module.Position = short_position
+    module.seed_step = recorded_seed_step
+    run_class.steps = recorded_steps
+    run_class.batches = recorded_batches
+    run_class.save = recorded_save
+
+
+class ShortEpochs:
+    """A sampler, for the position of a run, with EPOCH_STEPS steps in an epoch."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.length = min(sampler.length, EPOCH_STEPS * sampler.global_batch)
+        self.steps_per_epoch = self.length // sampler.global_batch
+
+    def __getattr__(self, name):
+        return getattr(self.sampler, name)
+
+
+def shorten(loader):
+    """Let an evaluation be of the first samples of its data set alone, in small batches."""
+    # A DataLoader keeps both there.
+    holder = getattr(loader, "batch_sampler", None)
+    if holder is None:
+        holder = loader
+    sampler = getattr(holder, "sampler", None)
+    if sampler is None or hasattr(holder, "is_short"):
+        return
+    if hasattr(sampler, "num_replicas"):
+        # torch's DistributedSampler makes equal shares of what its data set has.
+        data_set = range(min(VAL_SAMPLES, len(sampler.dataset)))
+        options = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
+        sampler.__init__(data_set, *(getattr(sampler, option) for option in options))
+    elif hasattr(sampler, "global_batch"):
+        # EpochSampler leaves out what fills no global batch.
+        sampler.length = max(min(VAL_SAMPLES, sampler.length), sampler.global_batch)
+        sampler.set_epoch(sampler.epoch)
+    else:
+        # It may give something else than numbers.
+        with contextlib.suppress(TypeError):
+            holder.sampler = [index for index in sampler if index < VAL_SAMPLES]
+    holder.batch_size = VAL_BATCH
+    holder.is_short = True
 
 
 class Recorder:
     def __init__(self, run):
         import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self.run = run
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -62,14 +159,28 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
-        if os.environ.get("PROVE_LIKE_ONE"):
+        # Checksums of the batches of a step, and of the random states that it began with.
+        self.batches = []
+        self.seeded = {}
+        # The names of weights that had a gradient, and the weights in an optimizer, at a step.
+        self.with_gradient = set()
+        self.in_optimizer = set()
+        # What is known of the evaluation that runs, and the checksums of the last save.
+        self.evaluated = None
+        self.saved = set()
+        register_optimizer_step_pre_hook(self.note_gradients)
+        if LIKE_ONE:
             self.leave_out_dropout()
             self.leave_out_batch_statistics()
-        if os.environ.get("PROVE_DISTURB"):
+        if "PROVE_DISTURB" in os.environ:
             self.disturb()
-        self.keep_weights("before.pt")
+        self.keep_weights(f"before-{self.first}.pt")
         self.keep_first_batch()
         self.outside = None
+        self.trained = None
+
+    def take_batch(self, batch):
+        self.batches.append(checksum([checksum(value) for _, value in leaves(batch)]))
 
     def look(self):
         """Write down what there is after a step, of which the batch may be a part."""
@@ -77,23 +188,43 @@ class Recorder:
         if steps == self.steps:
             return
         self.steps = steps
-        line = {"step": steps, "ranks": self.ranks, "checksums": self.checksums()}
+        line = {
+            "step": steps,
+            "ranks": self.ranks,
+            "checksums": self.checksums(),
+            "epoch": self.run.position.epoch,
+            "shuffled": getattr(self.run.position.sampler, "shuffle", True),
+            "batch": checksum(self.batches),
+            "drawn": self.drawn(),
+            "rates": self.rates(),
+            "no_longer_trained": self.no_longer_trained(),
+        }
+        self.batches = []
         if steps == self.first:
-            self.keep_weights("after.pt")
             line["has_batch_norm"] = any(self.batch_norms())
             self.outside = self.objects_outside()
         elif steps == self.first + LOOK_AGAIN_AFTER:
             line["outside"] = self.changed()
             line["checksums"].update(self.answer_to_first_batch())
+        kept = os.environ.get("PROVE_KEEP", "").split(",")
+        if steps == self.first or str(steps) in kept:
+            self.keep_weights(f"after-{steps}.pt")
         if steps == self.run.position.max_steps:
             self.keep_weights("end.pt")
-        with open(f"{self.folder}/rank-{self.rank}.jsonl", "a") as file:
-            print(json.dumps(line), file=file, flush=True)
+            line["weights"] = self.known_of_weights()
+            line["variables"] = variables_of_script()
+        self.write("steps", line)
         if os.environ.get("PROVE_KILL") == str(steps):
             os.kill(os.getpid(), signal.SIGKILL)
         # The last rank, as rank 0 is the one that saves.
         if os.environ.get("PROVE_TERM") == str(steps) and self.rank == self.ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if os.environ.get("PROVE_END") == str(steps):
+            os._exit(0)
+
+    def write(self, kind, line):
+        with open(f"{self.folder}/{kind}-{self.rank}.jsonl", "a") as file:
+            print(json.dumps(line), file=file, flush=True)
 
     def state(self):
         return {name: part.state_dict() for name, part in self.run.state.items()}
@@ -104,22 +235,32 @@ class Recorder:
         # None is what rank 0 alone has, with FSDP.
         return {name: checksum(value) for name, value in leaves(parts) if value is not None}
 
-    def models(self):
-        """{name: a part of the state that has weights}; an EMA is one of them."""
-        from torch import nn
+    def drawn(self):
+        """{generator: checksum} of those that drew in this step."""
+        now = random_states(self.run.world.device)
+        return {name: value for name, value in now.items() if self.seeded.get(name) != value}
 
-        # That of FSDP is no module.
+    def rates(self):
+        """{group: its rate} of all optimizers of the state."""
+        return {
+            f"{name} group {number}": float(group["lr"])
+            for name, part in self.run.state.items()
+            for number, group in enumerate(getattr(unwrapped(part), "param_groups", []))
+        }
+
+    def parts_with_weights(self):
+        """{name: a part of the state that an evaluation may use}: an EMA is one of them."""
         return {
             name: part
             for name, part in self.run.state.items()
-            if name == "model" or isinstance(part, nn.Module)
+            if name not in OF_THE_RUN and not hasattr(unwrapped(part), "param_groups")
         }
 
     def keep_weights(self, name):
         """Write the weights of rank 0 to a file, once: {"model": its state_dict, ...}."""
         import torch
 
-        weights = {model: part.state_dict() for model, part in self.models().items()}
+        weights = {part: of.state_dict() for part, of in self.parts_with_weights().items()}
         path = f"{self.folder}/{name}"
         if self.rank == 0 and not os.path.exists(path):
             torch.save(weights, path)
@@ -128,10 +269,8 @@ class Recorder:
         """Let the models have those of another run's end, for the last evaluation."""
         import torch
 
-        if self.steps != self.run.position.max_steps:
-            return
         weights = torch.load(path, map_location="cpu", weights_only=True)
-        for name, part in self.models().items():
+        for name, part in self.parts_with_weights().items():
             part.load_state_dict(weights[name])
 
     def parts(self):
@@ -147,15 +286,117 @@ class Recorder:
             if isinstance(part, nn.Module):
                 yield from part.modules()
 
+    def named_models(self):
+        """{name: the module that a part of the state is, or wraps}."""
+        from torch import nn
+
+        found = {name: unwrapped(part) for name, part in self.run.state.items()}
+        return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+
+    def named_weights(self):
+        """Yield the name and the weight of each model, as keep_weights() names them."""
+        for part, model in self.named_models().items():
+            for name, weight in model.named_parameters():
+                yield f"{part}.{name}", weight
+
+    def note_gradients(self, optimizer, args, kwargs):
+        """Before a step of any optimizer."""
+        self.with_gradient |= {
+            name for name, weight in self.named_weights() if weight.grad is not None
+        }
+        self.in_optimizer |= {
+            id(weight) for group in optimizer.param_groups for weight in group["params"]
+        }
+
+    def known_of_weights(self):
+        """{name: whether it is to train, had a gradient, and is in an optimizer}."""
+        return {
+            name: {
+                "trains": weight.requires_grad,
+                "has_gradient": name in self.with_gradient,
+                "in_optimizer": id(weight) in self.in_optimizer,
+            }
+            for name, weight in self.named_weights()
+        }
+
+    def no_longer_trained(self):
+        """The modules that were in training mode in the first step, and are not now."""
+        in_training = {
+            (part, name)
+            for part, model in self.named_models().items()
+            for name, module in model.named_modules()
+            if module.training
+        }
+        if self.trained is None:
+            self.trained = in_training
+        # The mode of an average of weights has no meaning in a step.
+        parts = {name.partition(".")[0] for name in self.with_gradient}
+        gone = self.trained - in_training
+        return sorted(f"{part}.{name}".strip(".") for part, name in gone if part in parts)
+
+    @contextlib.contextmanager
+    def evaluation(self):
+        """Write down with what an evaluation computes."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        self.evaluated = {"modes": set(), "inside": 0, "outside": set(), "seen": set()}
+        before = self.checksums_by_name()
+        hook = register_module_forward_pre_hook(self.note_module)
+        try:
+            yield
+        finally:
+            hook.remove()
+            known, self.evaluated = self.evaluated, None
+            after = self.checksums_by_name()
+            line = {
+                "step": self.steps,
+                "modes": sorted(known["modes"]),
+                "inside": known["inside"],
+                "outside": sorted(known["outside"]),
+                "changed": [name for name in before if before[name] != after.get(name)],
+            }
+            self.write("evaluations", line)
+
+    def note_module(self, module, inputs):
+        """Before the forward of any module within an evaluation."""
+        import torch
+
+        if torch.compiler.is_compiling() or module in self.evaluated["seen"]:
+            return
+        self.evaluated["seen"].add(module)
+        if takes_batch_statistics(module) and module.training:
+            self.evaluated["modes"].add(f"{type(module).__name__} takes the batch's statistics")
+        # Shares of weights are not those of a checkpoint.
+        if self.is_sharded():
+            return
+        for name, weight in module.named_parameters(recurse=False):
+            if checksum(weight) in self.saved:
+                self.evaluated["inside"] += 1
+            elif weight.dtype in (torch.float32, torch.float64):
+                self.evaluated["outside"].add(f"{type(module).__name__}.{name} {checksum(weight)}")
+
+    def is_sharded(self):
+        return any(hasattr(weight, "to_local") for _, weight in self.named_weights())
+
+    def checksums_by_name(self):
+        """{name: checksum} of the weights and buffers of this rank's models."""
+        return {
+            f"{part}.{name}": checksum(value)
+            for part, model in self.named_models().items()
+            for name, value in (*model.named_parameters(), *model.named_buffers())
+        }
+
+    def checksums_of_weights(self):
+        """Those of all tensors of the state, in any order; all ranks make this call."""
+        found = set(self.checksums_by_name().values())
+        return found | {checksum(value) for _, value in leaves(self.state()) if is_tensor(value)}
+
     def leave_out_dropout(self):
-        """Each rank draws its own."""
+        """That of nn.LSTM and the like, which call no function of torch.nn.functional."""
         from torch import nn
 
         for module in self.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
-            # nn.LSTM, nn.MultiheadAttention and others.
-            elif isinstance(getattr(module, "dropout", None), float):
+            if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
 
     def leave_out_batch_statistics(self):
@@ -168,9 +409,9 @@ class Recorder:
         from torch import nn
 
         for module in self.modules():
-            is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
             is_frozen = not module.training
-            if is_one and not is_frozen and not isinstance(module, nn.SyncBatchNorm):
+            is_one = takes_batch_statistics(module) and not isinstance(module, nn.SyncBatchNorm)
+            if is_one and not is_frozen:
                 yield module
 
     def disturb(self):
@@ -182,7 +423,7 @@ class Recorder:
             for weight in module.parameters(recurse=False):
                 if not weight.is_floating_point():
                     continue
-                # FSDP's tensor is whole on one process.
+                # FSDP's tensor is a share, or whole on one process.
                 tensor = weight.to_local() if hasattr(weight, "to_local") else weight
                 signs = torch.randint(-1, 2, tensor.shape, generator=generator)
                 roundings = signs.to(tensor) * torch.finfo(tensor.dtype).eps
@@ -290,6 +531,39 @@ class Recorder:
         ]
 
 
+def unwrapped(part):
+    """The model or optimizer that a part of the state is, or has as an attribute, as FSDP's do."""
+    import torch
+
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    if isinstance(part, kinds):
+        return part
+    return next((each for each in vars(part).values() if isinstance(each, kinds)), part)
+
+
+def takes_batch_statistics(module):
+    from torch import nn
+
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def random_states(device):
+    """{generator: checksum of its state} of those that seed_step() sets."""
+    import random
+
+    import numpy
+    import torch
+
+    states = {
+        "torch": checksum(torch.get_rng_state()),
+        "numpy": checksum(numpy.random.get_state()[1:3]),
+        "random": checksum(random.getstate()),
+    }
+    if device.type != "cpu":
+        states[device.type] = checksum(torch.get_device_module(device).get_rng_state())
+    return states
+
+
 def can_be_asked(model):
     """Whether all ranks should give the same answer to a batch.
 
@@ -309,12 +583,36 @@ def can_be_asked(model):
     )
 
 
-def variables_of_callers():
-    """Yield the local variables, a dict, of each function that is running."""
+def callers():
+    """Yield the frame of each function that is running."""
     frame = sys._getframe()
     while frame:
-        yield dict(frame.f_locals)
+        yield frame
         frame = frame.f_back
+
+
+def variables_of_callers():
+    """Yield the local variables, a dict, of each function that is running."""
+    for frame in callers():
+        yield dict(frame.f_locals)
+
+
+def variables_of_script():
+    """{name: value} of the numbers in the script's variables, and in objects of its own classes."""
+    # That of a process of mp.spawn is __mp_main__.
+    names = ("__main__", "__mp_main__")
+    variables = {}
+    for frame in callers():
+        if frame.f_globals.get("__name__") in names:
+            variables |= frame.f_globals | frame.f_locals
+    numbers = {}
+    for name, value in variables.items():
+        if type(value).__module__ in names:
+            value = getattr(value, "__dict__", None)
+        found = list(itertools.islice(leaves(value, name), LONGEST_VARIABLE + 1))
+        if len(found) <= LONGEST_VARIABLE:
+            numbers |= {part: number for part, number in found if type(number) in (int, float)}
+    return numbers
 
 
 def checksum_of(each):

@@ -34,6 +34,7 @@ functions = {}
 if "PROVE" in os.environ:
     import prove_hooks
 
+    functions["torch.nn"] = prove_hooks.install_nn
     functions["common.run"] = prove_hooks.install
 if "CHECK" in os.environ:
     import check_hooks
