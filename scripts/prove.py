@@ -615,9 +615,8 @@ def compare_rates(proof: Proof, whole: Path, one: Path, ranks: int) -> None:
         return
     least, most = min(factors, key=factors.get), max(factors, key=factors.get)
     if math.isclose(factors[least], factors[most], rel_tol=1e-5):
-        proof.row(
-            check, f"{factors[most]:.4g} times those of one, in each of {len(factors)} groups"
-        )
+        groups = "its group" if len(factors) == 1 else f"each of {len(factors)} groups"
+        proof.row(check, f"{factors[most]:.4g} times those of one process, in {groups}")
     else:
         result = f"{least} has {factors[least]:.4g} times that of one, {most} {factors[most]:.4g}"
         proof.row(check, f"**differ**: {result}", "rates")

@@ -61,6 +61,7 @@ class Watcher:
         self.passes = []
         self.pending = set()
         self.forward_since_fetch = False
+        self.is_fetching = False
         # ... those used by forwards with gradients since the last step, and by all evaluations.
         self.used = set()
         self.trained = set()
@@ -241,6 +242,9 @@ class Watcher:
     # Forwards.
 
     def before_forward(self, module, args):
+        # Transforms of a data set are modules, too.
+        if self.is_fetching:
+            return
         torch = self.torch
         with_gradient = torch.is_grad_enabled()
         is_outermost = not self.running
@@ -286,6 +290,8 @@ class Watcher:
             self.emit_once("statistics", *current, id(module), passes=current, crc=crc)
 
     def after_forward(self, module, *_):
+        if self.is_fetching:
+            return
         # A forward that raised has left those within it.
         while self.running and self.running.pop() is not module:
             pass
@@ -318,11 +324,14 @@ class Watcher:
             indices.drain()
             self.end_pass(indices)
             raise StopIteration
+        self.is_fetching = True
         try:
             batch = original(iterator)
         except StopIteration:
             self.end_pass(indices)
             raise
+        finally:
+            self.is_fetching = False
         indices.fetched += 1
         # What was fetched since the last forward is for the next one.
         if self.forward_since_fetch:
