@@ -45,7 +45,7 @@ RIGHT = {
     "backward": ("ddp_launch.py", "optimizer.zero_grad()"),
     "optimizer": ("fsdp.py", "optimizer = torch.optim.SGD("),
     "rate": ("ddp_launch.py", "optimizer = torch.optim.SGD("),
-    "clip": ("ddp_amp.py", "scaler.scale(loss).backward()"),
+    "clip": ("ddp_amp.py", "scaler.step(optimizer)"),
     "seed": ("fsdp.py", "torch.manual_seed(0)"),
     "sampler": ("ddp_launch.py", "sampler = DistributedSampler("),
     "set_epoch": ("ddp_launch.py", "sampler.set_epoch(epoch)"),
@@ -403,9 +403,9 @@ def modes(seen: Seen):
             break
     trained = [event for event in events if event["gradient"]]
     trained = [event for event in trained if any(place[0] in loaders for place in event["passes"])]
-    on = [event for event in trained if event["training"]]
+    began = {event["model"]: event["step"] for event in reversed(trained) if event["training"]}
     off = [event for event in trained if not (event["training"] or event["root"])]
-    if on and any(event["step"] > on[0]["step"] for event in off):
+    if any(event["step"] > began.get(event["model"], math.inf) for event in off):
         yield wrong("trains on in evaluation mode behind an evaluation: model.train()", "train")
     yield from statistics(seen)
 
@@ -568,6 +568,10 @@ def put_files_back(folder: Path) -> None:
             os.replace(note.with_suffix(".old"), file["path"])
         else:
             Path(file["path"]).unlink(missing_ok=True)
+            for new in reversed(file["new folders"]):
+                # One that is not empty has other files of the script.
+                with contextlib.suppress(OSError):
+                    os.rmdir(new)
 
 
 def on_one_process(command: list[str]) -> list[str] | None:

@@ -78,7 +78,7 @@ MEANINGS = {
 }
 # A row and those that are wrong because of it: they are not explained.
 FOLLOWING = {
-    "replicas": ("SIGKILL", "SIGTERM", "one process", "figures"),
+    "replicas": ("SIGKILL", "SIGTERM", "one process"),
     "batches": ("one process",),
     "two runs": ("SIGKILL", "SIGTERM", "one process", "figures"),
     "evaluation": ("SIGKILL", "SIGTERM", "figures"),
@@ -402,6 +402,23 @@ def prove(proof: Proof) -> None:
     kept = f"{CHECKPOINT_EVERY + 1},{SIGNAL_AFTER + 1}"
     whole = proof.run("whole", PROVE_KEEP=kept)
     print("| check | result |\n| --- | --- |", flush=True)
+    look(proof, whole)
+    again = proof.run("again")
+    proof.compare("two runs", whole, again, "two runs")
+    check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
+    proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
+    check = f"SIGTERM after step {SIGNAL_AFTER}, resumed"
+    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER))
+    compare_variables(proof)
+    ranks = ranks_of(whole)
+    if ranks == 1:
+        proof.row("ranks, and one process", "start it on two processes for these")
+    else:
+        compare_with_one(proof, whole, ranks)
+
+
+def look(proof: Proof, whole: Path) -> None:
+    """The rows that one run shows."""
     ranks = ranks_of(whole)
     if ranks > 1:
         look_at_ranks(proof, whole, ranks)
@@ -409,18 +426,7 @@ def prove(proof: Proof) -> None:
     look_at_weights(proof, whole)
     look_at_evaluation(proof, whole)
     look_at_training(proof, whole)
-
-    again = proof.run("again")
-    proof.compare("two runs", whole, again, "two runs")
-    check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
-    proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
-    check = f"SIGTERM after step {SIGNAL_AFTER}, resumed"
-    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER))
     look_outside(proof, whole)
-    if ranks == 1:
-        proof.row("ranks, and one process", "start it on two processes for these")
-    else:
-        compare_with_one(proof, whole, ranks)
 
 
 def look_at_ranks(proof: Proof, whole: Path, ranks: int) -> None:
@@ -544,17 +550,19 @@ def look_outside(proof: Proof, whole: Path) -> None:
         proof.row(check, f"**{', '.join(outside)}**", "outside")
     else:
         proof.row(check, "no model, optimizer, scheduler, scaler or generator")
+
+
+def compare_variables(proof: Proof) -> None:
+    """The script's numbers that a signal changes: they may be a part of the training."""
     runs = [proof.folder / name for name in ("whole", "again", "killed", "told")]
-    variables = [steps_of(recorded)[-1].get("variables", {}) for recorded in runs]
-    of_whole, of_again, of_killed, of_told = variables
-    others = [
-        name
-        for name, value in of_whole.items()
-        if of_again.get(name) == value
-        and value not in (of_killed.get(name, value), of_told.get(name, value))
+    of_whole, *of_others = [steps_of(recorded)[-1].get("variables", {}) for recorded in runs]
+    of_again, of_killed, of_told = [
+        {name for name, value in of_whole.items() if variables.get(name, value) == value}
+        for variables in of_others
     ]
-    if others:
-        proof.row("variables after a resume", f"look: {listed(others)} are other numbers")
+    changed = sorted(of_again - of_killed - of_told)
+    if changed:
+        proof.row("variables after a resume", f"look: other numbers in {listed(changed)}")
 
 
 def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:

@@ -74,6 +74,8 @@ class Watcher:
         self.waits = collections.Counter()
         self.waits_of_step = set()
         self.scaled = False
+        # Folders that the script has made.
+        self.made = []
         # Whether it computes in 16 bits.
         self.short = False
         self.batches = {}
@@ -126,6 +128,10 @@ class Watcher:
 
     def before_step(self, optimizer, *_):
         self.depth += 1
+        # Horovod's broadcast_optimizer_state takes a step before there is a gradient.
+        self.is_step = bool(self.steps or self.used or self.backwards)
+        if not self.is_step:
+            return
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self.find_modules()
@@ -142,7 +148,7 @@ class Watcher:
 
     def after_step(self, optimizer, *_):
         self.depth -= 1
-        if self.depth:
+        if self.depth or not self.is_step:
             return
         self.steps += 1
         self.rounds += self.begins_pass
@@ -253,7 +259,6 @@ class Watcher:
             is_first_of_batch = not self.forward_since_fetch
             self.forward_since_fetch = True
             self.batches_used += is_first_of_batch and with_gradient
-            self.short |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
             if with_gradient:
                 self.used |= self.pending
                 self.after_evaluation = False
@@ -274,24 +279,27 @@ class Watcher:
     def look_at_mode(self, module, is_norm, with_gradient):
         current = sorted(self.pending)
         # Who lets a part of a model be in another mode than the model has a reason.
-        root = self.running[0].training
-        key = (*current, is_norm, module.training, with_gradient, root)
+        root = self.running[0]
+        key = (*current, is_norm, module.training, with_gradient, root.training, id(root))
         self.emit_once(
             "mode",
             *key,
             norm=is_norm,
             training=module.training,
             gradient=with_gradient,
-            root=root,
+            root=root.training,
+            model=id(root),
             passes=current,
         )
         if is_norm and not module.training and module.running_mean is not None:
             crc = checksum(module.running_mean)
             self.emit_once("statistics", *current, id(module), passes=current, crc=crc)
 
-    def after_forward(self, module, *_):
+    def after_forward(self, module, _, output):
         if self.is_fetching:
             return
+        half = self.torch.float16, self.torch.bfloat16
+        self.short |= is_tensor(output) and output.dtype in half
         # A forward that raised has left those within it.
         while self.running and self.running.pop() is not module:
             pass
@@ -333,10 +341,12 @@ class Watcher:
         finally:
             self.is_fetching = False
         indices.fetched += 1
-        # What was fetched since the last forward is for the next one.
+        # What was fetched since the last forward is for the next one; a script may only have looked
+        # at a batch of an earlier pass.
         if self.forward_since_fetch:
             self.pending = set()
             self.forward_since_fetch = False
+        self.pending = {place for place in self.pending if place[0] != indices.place[0]}
         self.pending.add(indices.place)
         return batch
 
@@ -702,6 +712,8 @@ def hook_files(watcher, torch):
         )
 
     def audited(event, args):
+        if event == "os.mkdir":
+            watcher.made.append(os.path.realpath(args[0]))
         copies_a_file = event in ("os.rename", "os.link", "shutil.copyfile")
         if copies_a_file and os.path.realpath(args[0]) in watcher.told:
             keep_a_copy(watcher, args[1])
@@ -729,8 +741,9 @@ def keep_a_copy(watcher, path):
     exists = os.path.exists(path)
     if exists:
         shutil.copy2(path, f"{kept}.old")
+    folders = [folder for folder in watcher.made if path.startswith(f"{folder}/")]
     with open(f"{kept}.json", "w") as note:
-        json.dump({"path": path, "existed": exists}, note)
+        json.dump({"path": path, "existed": exists, "new folders": folders}, note)
 
 
 def install_fsdp(fsdp):

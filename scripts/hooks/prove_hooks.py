@@ -610,7 +610,9 @@ def variables_of_script():
         if type(value).__module__ in names:
             value = getattr(value, "__dict__", None)
         found = list(itertools.islice(leaves(value, name), LONGEST_VARIABLE + 1))
-        if len(found) <= LONGEST_VARIABLE:
+        # Such as the parameter group of an optimizer.
+        is_of_torch = any(is_tensor(part) for _, part in found)
+        if len(found) <= LONGEST_VARIABLE and not is_of_torch:
             numbers |= {part: number for part, number in found if type(number) in (int, float)}
     return numbers
 

@@ -3,10 +3,11 @@
 import os
 import re
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 
+import psutil
 import pytest
 from forked import ForkedJob, refused
 from launch import need_horovod
@@ -22,41 +23,87 @@ TORCHRUN = "torchrun --nproc-per-node=2"
 
 
 @pytest.fixture
-def proved(tmp_path, monkeypatch, capsys):
+def forked(tmp_path, monkeypatch):
+    """Let prove.py start forked processes, with these options of ForkedJob."""
+    options = {"agent": False}
+
+    def start_and_wait(words, environment, output):
+        variables = {name: value for name, value in environment.items() if "PROVE" in name}
+        job = ForkedJob(shlex.join(words), tmp_path, **options, **variables)
+        status = job.finish()
+        output.write(job.output())
+        output.flush()
+        return status
+
+    monkeypatch.setattr(prove, "start_and_wait", start_and_wait)
+    # What failed runs have printed is kept there.
+    monkeypatch.setattr(prove.tempfile, "tempdir", str(tmp_path))
+    return options
+
+
+@pytest.fixture
+def proved(forked, monkeypatch, capsys):
     """A function that proves a command, and returns (its status, {check: result}, all it said)."""
 
-    def of(command, agent=False):
-        def forked(words, env, stdin, stdout, stderr):
-            variables = {name: value for name, value in env.items() if name.startswith("PROVE")}
-            job = ForkedJob(shlex.join(words), tmp_path, agent=agent, **variables)
-            status = job.finish()
-            stdout.write(job.output())
-            return SimpleNamespace(returncode=status)
-
-        monkeypatch.setattr(prove, "subprocess", SimpleNamespace(run=forked, DEVNULL=None))
+    def of(command):
         monkeypatch.setattr("sys.argv", ["prove.py", *shlex.split(command)])
         status = prove.main()
         said = capsys.readouterr().out
-        return status, dict(re.findall(r"^\| (.+?) \| (.+) \|$", said, re.M)), said
+        return status, table(said), said
 
     return of
+
+
+@pytest.fixture
+def looked(forked, tmp_path, capsys):
+    """A function that returns the rows that one run of a command shows, and their explanations."""
+
+    def of(command):
+        proof = prove.Proof(shlex.split(command), steps=12, folder=tmp_path)
+        prove.look(proof, proof.run("whole"))
+        return table(capsys.readouterr().out), proof.explanations()
+
+    return of
+
+
+def table(said):
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", said, re.M))
+
+
+MODEL = "    model = digits.build(args.model).to(world.device)\n"
+# What each rank draws by itself, with and without a module.
+WITH_DROPOUT = (
+    MODEL
+    + """    class Drop(torch.nn.Module):
+        def forward(self, logits):
+            q = logits.unsqueeze(1)
+            p = 0.1 if self.training else 0.0
+            q = F.scaled_dot_product_attention(q, q, q, dropout_p=p)
+            return F.dropout(q.squeeze(1), 0.1, self.training)
+
+    model.append(torch.nn.Dropout(0.1)).append(Drop())
+"""
+)
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        f"{TORCHRUN} {{}}/mnist/ddp_launch.py {WITH_BATCH_NORM}",
-        f"horovodrun --gloo -np 2 python {{}}/mnist/hvd.py {FLAGS}",
-        f"{TORCHRUN} {{}}/mnist/fsdp.py {FLAGS}",
-        f"{TORCHRUN} {{}}/examples/regression.py --synthetic 1000 -b 16 --device cpu",
+        f"{TORCHRUN} {{copy}}/ddp_launch.py {WITH_BATCH_NORM}",
+        f"horovodrun --gloo -np 2 python {{root}}/mnist/hvd.py {FLAGS}",
+        f"{TORCHRUN} {{root}}/mnist/fsdp.py {FLAGS}",
+        f"python {{root}}/mnist/ddp_spawn.py -g 2 {FLAGS}",
+        f"{TORCHRUN} {{root}}/examples/regression.py --synthetic 1000 -b 16 --device cpu",
     ],
-    ids=["DDP", "Horovod", "FSDP", "example"],
+    ids=["DDP with dropout", "Horovod", "FSDP", "mp.spawn", "example"],
 )
-def test_a_right_script(command, proved):
+def test_a_right_script(command, proved, tmp_path):
     if command.startswith("horovodrun"):
         need_horovod("gloo")
-    status, results, said = proved(command.format(ROOT))
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", MODEL, WITH_DROPOUT)
+    status, results, said = proved(command.format(root=ROOT, copy=copy))
     assert status == 0, said
+    assert "look: " not in said
     assert results["two runs"] == "same bits"
     assert results["SIGKILL after step 7, resumed"] == "same bits"
     assert results["SIGTERM after step 7, resumed"] == "same bits"
@@ -64,8 +111,16 @@ def test_a_right_script(command, proved):
     is_asked = "BatchNorm" not in results and "fsdp" not in command
     answered = ", and give one batch the same answer" if is_asked else ""
     assert results["the 2 ranks hold the same"] == f"yes{answered}"
+    draws = "each draws its own in a step" if "{copy}" in command else "none draws in a step"
+    assert results["random numbers of the ranks"] == draws
+    assert results["batches"] == "other ones in each epoch and on each rank"
+    assert re.fullmatch(r"all \d+", results["each weight changes"])
+    assert results["an evaluation"].startswith("in evaluation mode")
+    assert results["training after an evaluation"] == "in the mode of the first step"
+    assert "times those of one process, in its group" in results["rates on 2 processes"]
     assert results["one process in place of 2"].startswith("same to rounding")
-    assert results["evaluated on one process"].startswith("same to rounding: val/loss, val/")
+    figures = r"same to rounding \(\S+\): train/loss, .*val/loss, val/"
+    assert re.match(figures, results["evaluated on one process"])
 
 
 # The first column of each row, by its key in prove.MEANINGS.
@@ -75,8 +130,15 @@ CHECKS = {
     "SIGTERM": "SIGTERM after step 7, resumed",
     "outside": "changes, and is in no checkpoint",
     "replicas": "the 2 ranks hold the same",
+    "batches": "batches",
+    "random numbers": "random numbers of the ranks",
+    "weights": "each weight changes",
+    "evaluation": "an evaluation",
+    "training": "training after an evaluation",
+    "rates": "rates on 2 processes",
     "one process": "one process in place of 2",
     "figures": "evaluated on one process",
+    "variables": "variables after a resume",
 }
 
 
@@ -94,9 +156,117 @@ class Fault:
     says: dict[str, str]
 
 
+def write(faults, tmp_path):
+    """Write a copy of mnist/ddp_launch.py that has them, and dropout, which must hide none."""
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", MODEL, WITH_DROPOUT)
+    script = copy / "ddp_launch.py"
+    text = script.read_text()
+    for fault in faults:
+        assert text.count(fault.line) == 1
+        text = text.replace(fault.line, fault.replacement)
+    script.write_text(text)
+    return script
+
+
 STEP = "    def step(images, labels):\n"
+LOOP = "    while not run.over:\n"
+RUN = "    run = Run(args, world, state, sums, rates, train)\n"
+TRAIN = "        model.train()\n"
+EVAL = "    model.eval()\n"
+RATES = "    rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)\n"
+RECORD = '            run.record(result, best=result["accuracy"])\n'
 BACKWARD = "        loss.backward()\n        optimizer.step()\n"
 LOSS = "        loss = F.cross_entropy(logits, labels)\n" + BACKWARD
+ADD = "        sums.add(loss=loss * len(labels), correct=correct, images=len(labels))\n"
+# One run shows them.
+SEEN_AT_ONCE = [
+    Fault(
+        "a state of each rank",
+        LOOP,
+        "    run.best.update(world.rank)\n" + LOOP,
+        {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 is not that"},
+    ),
+    Fault(
+        "the same dropout on all ranks",
+        "        optimizer.zero_grad()\n",
+        "        optimizer.zero_grad()\n        torch.manual_seed(0)\n",
+        {"random numbers": r"\*\*the same\*\* from step 1, from torch"},
+    ),
+    Fault(
+        "a sampler that does not know the epoch",
+        RUN,
+        "    set_epoch = train.sampler.set_epoch\n"
+        "    train.sampler.set_epoch = lambda epoch, *place: set_epoch(0, *place)\n" + RUN,
+        {"batches": r"\*\*the second epoch has those of the first"},
+    ),
+    Fault(
+        "a sampler without a rank",
+        "batch_size, world.rank, world.size, seed=args.seed)\n",
+        "batch_size, 0, world.size, seed=args.seed)\n",
+        {"batches": r"\*\*rank 1 has those of rank 0\*\*"},
+    ),
+    Fault(
+        "a model that never trains",
+        BACKWARD,
+        "        loss.backward()\n        optimizer.zero_grad()\n        optimizer.step()\n",
+        {"weights": r"\*\*none\*\* of 10"},
+    ),
+    Fault(
+        "a layer in no optimizer",
+        RATES,
+        "    optimizer.param_groups[0]['params'].pop()\n" + RATES,
+        {"weights": r"\*\*not model\.\d+.bias\*\*: with a gradient, but in no optimizer"},
+    ),
+    Fault(
+        "a second model that is not in the state",
+        STEP,
+        "    critic = torch.nn.Linear(10, 10)\n"
+        "    slow = torch.optim.SGD(critic.parameters(), 0.1, 0.9)\n"
+        "    def update(module, inputs, logits):\n"
+        "        if logits.requires_grad:\n"
+        "            critic(logits.detach()).square().mean().backward()\n"
+        "            slow.step()\n"
+        "        return logits + 0.1 * critic(logits).detach()\n"
+        "    model.register_forward_hook(update)\n" + STEP,
+        {"outside": r"(?=.*Linear critic)(?=.*SGD slow)"},
+    ),
+    Fault(
+        "an evaluation in training mode",
+        EVAL,
+        "",
+        {"evaluation": r"\*\*in training mode\*\*: dropout draws"},
+    ),
+    Fault(
+        "an evaluation that counts itself",
+        STEP,
+        "    model[0].register_buffer('seen', torch.zeros(1))\n"
+        "    model.register_forward_hook(lambda *_: model[0].seen.add_(1) and None)\n" + STEP,
+        {"evaluation": r"\*\*it changes\*\* model\.0\.seen"},
+    ),
+    Fault(
+        "an evaluation of the first weights",
+        EVAL,
+        "    import copy\n    model = vars(run).setdefault('first', copy.deepcopy(model)).eval()\n",
+        {"evaluation": r"\*\*with weights that nothing trains\*\*: Conv2d.bias, "},
+    ),
+    Fault(
+        "an evaluation mode that stays",
+        TRAIN,
+        "",
+        {"training": r"\*\*in evaluation mode\*\* from step 5: model, "},
+    ),
+]
+
+
+@pytest.mark.parametrize("fault", SEEN_AT_ONCE, ids=lambda fault: fault.name)
+def test_what_one_run_shows(fault, looked, tmp_path):
+    script = write([fault], tmp_path)
+    results, explanations = looked(f"{TORCHRUN} {script} {FLAGS}")
+    [(key, result)] = fault.says.items()
+    assert re.match(result, results[CHECKS[key]]), results
+    assert f"{CHECKS[key]}: {prove.MEANINGS[key]}" in explanations
+
+
 # The scripts, each with faults that do not hide each other.
 WRONG = [
     [
@@ -108,37 +278,24 @@ WRONG = [
             {"two runs": r"\*\*differs\*\* from step 1: model.* of rank 0"},
         ),
         Fault(
-            "a second model that is not in the state",
-            STEP,
-            "    critic = torch.nn.Linear(10, 10)\n"
-            "    slow = torch.optim.SGD(critic.parameters(), 0.1, 0.9)\n"
-            "    def update(module, inputs, logits):\n"
-            "        if logits.requires_grad:\n"
-            "            critic(logits.detach()).square().mean().backward()\n"
-            "            slow.step()\n"
-            "        return logits + 0.1 * critic(logits).detach()\n"
-            "    model.register_forward_hook(update)\n" + STEP,
-            {"outside": r"(?=.*Linear critic)(?=.*SGD slow)"},
-        ),
-        Fault(
             "a run that does not save within an epoch",
-            "    run = Run(args, world, state, sums, rates, train)\n",
-            "    args.checkpoint_every = None\n"
-            "    run = Run(args, world, state, sums, rates, train)\n",
+            RUN,
+            "    args.checkpoint_every = None\n" + RUN + "    save, run.save = run.save, print\n",
             {"SIGKILL": r"\*\*it began again at step 1\*\*"},
         ),
         Fault(
-            "a state of each rank",
-            "    while not run.over:\n",
-            "    run.best.update(world.rank)\n    while not run.over:\n",
-            {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 is not that"},
+            "a group whose rate is not scaled",
+            RATES,
+            "    bias = optimizer.param_groups[0]['params'].pop()\n"
+            "    optimizer.add_param_group({'params': [bias], 'lr': args.lr})\n" + RATES,
+            {"rates": r"\*\*differ\*\*: optimizer group 1 has 1 times that of one, .* group 0 2"},
         ),
     ],
     [
         Fault(
             "a run that does not hear the signal",
-            "    while not run.over:\n",
-            "    run.stop.carried_by = lambda all_reduce: all_reduce\n    while not run.over:\n",
+            LOOP,
+            "    run.stop.carried_by = lambda all_reduce: all_reduce\n" + LOOP,
             {"SIGTERM": r"\*\*it went on to its end\*\*"},
         ),
         # Not in the first step, as with a rate of 0 there, or where its batches have no padding.
@@ -150,44 +307,52 @@ WRONG = [
             {"one process": r"\*\*differs\*\* by .e-0[5-9] of the first update.* in .*weight"},
         ),
         Fault(
-            "figures of one rank",
+            "an average of the averages of the ranks",
             "    return sums.result(dist.all_reduce)\n",
-            "    return sums.result()\n",
+            "    own = sums.result()\n"
+            "    values = torch.tensor(list(own.values()))\n"
+            "    dist.all_reduce(values)\n"
+            "    values /= dist.get_world_size()\n"
+            "    return dict(zip(own, values.tolist()))\n",
             {"figures": r"\*\*differs\*\*: val/\w+ is [\d.]+ on 2 processes, [\d.]+ on one"},
         ),
     ],
     [
         Fault(
-            "a gradient of several steps",
-            BACKWARD,
-            "        loss.backward()\n"
-            "        global kept, calls\n"
-            "        calls += 1\n"
-            "        optimizer.step()\n"
-            "        weights = list(model.parameters())\n"
-            "        for weight, grad in zip(weights, kept):\n"
-            "            weight.data -= 0.01 * grad\n"
-            "        kept = [w.grad.clone() for w in weights] if calls % 2 else []\n",
+            "weights that are evaluated and in no checkpoint",
+            EVAL,
+            EVAL + "    average = vars(run).setdefault('average', {})\n"
+            "    for name, value in model.state_dict().items():\n"
+            "        average[name] = 0.5 * (average.get(name, value) + value)\n"
+            "    import copy\n"
+            "    model = copy.deepcopy(model)\n"
+            "    model.load_state_dict(average)\n",
             {
-                "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
-                "SIGTERM": r"\*\*differs\*\* from step 8: model.* of rank 0",
+                "SIGKILL": r"\*\*differs\*\* from step 8: val/loss of its evaluation, ",
+                "evaluation": r"look: with weights that are in no checkpoint: Conv2d.bias, ",
             },
         ),
-        # All ranks draw the same noise for one batch, but the figures are not those of one process.
         Fault(
-            "noise in evaluation",
-            STEP,
-            "    def draw(module, inputs, logits):\n"
-            "        return logits if module.training else logits + torch.randn_like(logits)\n"
-            "    model.register_forward_hook(draw)\n" + STEP,
-            {
-                "figures": r"\*\*differs\*\*: val/\w+ is [\d.]+ on 2 processes, [\d.]+ on one",
-                "replicas": "yes, and give one batch the same answer",
-                "one process": "same to rounding",
-            },
+            "a mean of the means of batches",
+            ADD,
+            "        sums.add(loss=loss, correct=correct / len(labels), images=1)\n",
+            {"figures": r"\*\*differs\*\*: val/\w+ is [\d.]+ on 2 processes, [\d.]+ on one"},
         ),
     ],
     [
+        # The evaluations of a resumed run are others.
+        Fault(
+            "patience that is not in the state",
+            RECORD,
+            RECORD + "            counted = globals().setdefault('counted', [0])\n"
+            "            counted[0] += 1\n"
+            "            if counted[0] == 2:\n"
+            "                rates.peaks = [rate / 10 for rate in rates.peaks]\n",
+            {
+                "SIGKILL": r"\*\*differs\*\* from step 9: ",
+                "variables": r"look: other numbers in counted.0",
+            },
+        ),
         # As the scales of torchvision's Faster R-CNN are.
         Fault(
             "a scale that is guessed from the first batch",
@@ -197,42 +362,17 @@ WRONG = [
             "        guessed.setdefault('scale', inputs[0].std().item())\n"
             "        return (inputs[0] / guessed['scale'],)\n"
             "    model.register_forward_pre_hook(scale)\n" + STEP,
-            {
-                "SIGKILL": r"\*\*differs\*\* from step 6: model.* of rank 0",
-                "replicas": r"\*\*no\*\* from step 4: the answer to one batch",
-            },
-        ),
-        Fault(
-            "a scaler that is not in the state",
-            BACKWARD,
-            "        scaler.scale(loss).backward()\n"
-            "        scaler.step(optimizer)\n"
-            "        scaler.update()\n",
-            {"outside": r"\*\*GradScaler scaler\*\*"},
+            {"replicas": r"\*\*no\*\* from step 4: the answer to one batch"},
         ),
     ],
 ]
-# Dropout, which must not hide what is wrong.
-MODEL = "    model = digits.build(args.model).to(world.device)\n"
-MORE = """    model.append(torch.nn.Dropout(0.1))
-    global kept, calls, scaler
-    kept = []
-    calls = 0
-    scaler = torch.amp.GradScaler("cpu")
-"""
 
 
 @pytest.mark.parametrize(
     "faults", WRONG, ids=lambda faults: ", ".join(fault.name for fault in faults)
 )
 def test_a_wrong_script(faults, proved, tmp_path):
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", MODEL, MODEL + MORE)
-    script = copy / "ddp_launch.py"
-    text = script.read_text()
-    for fault in faults:
-        assert text.count(fault.line) == 1
-        text = text.replace(fault.line, fault.replacement)
-    script.write_text(text)
+    script = write(faults, tmp_path)
     # BatchNorm must not hide a wrong loss either.
     has_a_wrong_loss = any("weighs" in fault.name for fault in faults)
     flags = WITH_BATCH_NORM if has_a_wrong_loss else FLAGS
@@ -241,8 +381,95 @@ def test_a_wrong_script(faults, proved, tmp_path):
     for fault in faults:
         for key, result in fault.says.items():
             assert re.match(result, results[CHECKS[key]]), f"{fault.name}:\n{said}"
-        key = next(iter(fault.says))
-        assert f"{CHECKS[key]}: {prove.MEANINGS[key]}" in said
+    causes = {next(iter(fault.says)) for fault in faults}
+    following = {each for cause in causes for each in prove.FOLLOWING.get(cause, ())}
+    for key in causes:
+        is_explained = f"{CHECKS[key]}: {prove.MEANINGS[key]}" in said
+        assert is_explained == (key not in following), said
+
+
+def test_three_ranks(forked, tmp_path, capsys):
+    """They add up in another order after a start, which is no fault; a lost momentum is."""
+    lost = Fault(
+        "a momentum that is not saved",
+        RUN,
+        "    class Kept:\n"
+        "        def __init__(self):\n"
+        "            self.optimizer = optimizer\n"
+        "        def state_dict(self):\n"
+        "            return {}\n"
+        "        def load_state_dict(self, state):\n"
+        "            pass\n"
+        "    if args.seed:\n"
+        "        state['optimizer'] = Kept()\n" + RUN,
+        {},
+    )
+    script = write([lost], tmp_path)
+    for seed, result in (
+        (0, r"same (bits|to rounding)"),
+        (1, r"\*\*differs\*\* from step 6: [\de.-]+ of its update"),
+    ):
+        command = f"torchrun --nproc-per-node=3 {script} {FLAGS} --seed {seed}"
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        proof = prove.Proof(shlex.split(command), steps=12, folder=folder)
+        whole = proof.run("whole", PROVE_KEEP="6")
+        proof.interrupt("SIGKILL", "killed", whole, "SIGKILL", PROVE_KILL="7")
+        said = capsys.readouterr().out
+        assert re.match(result, table(said)["SIGKILL"]), said
+
+
+SPAWNED = {"saved_by": "DDP, mp.spawn, world size 2", "nodes": 1}
+
+
+@pytest.mark.parametrize(
+    "command, config, expected",
+    [
+        ("torchrun --nproc-per-node=4 train.py --top-n 5", {}, "--nproc-per-node=1 train.py --top"),
+        ("torchrun --nproc_per_node 4 -m train.py -n 4", {}, "--nproc_per_node 1 -m train.py -n 4"),
+        ("mpirun -np 4 python train.py -np 4", {}, "mpirun -np 1 python train.py -np 4"),
+        ("python train.py -n 1 -g 2", SPAWNED, "python train.py -n 1 -g 2 --gpus 1"),
+        ("python train.py -g 2", {"saved_by": "one device"}, None),
+        ("torchrun --nproc-per-node=gpu train.py -n 4", {}, None),
+    ],
+)
+def test_the_command_for_one_process(command, config, expected):
+    """Only what stands before the script's name is the launcher's."""
+    words = prove.on_one_process(shlex.split(command), config)
+    assert (expected in shlex.join(words)) if expected else (words is None)
+
+
+def test_the_rank_that_failed_first(tmp_path):
+    """What the others say of it comes before and after."""
+    printed = tmp_path / "output"
+    printed.write_text(
+        "train.py: rank 1: another rank has ended: its own output says why\n"
+        "train.py: the loss is not finite\n"
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    )
+    assert prove.cause_in(printed) == "train.py: the loss is not finite"
+
+
+def test_a_signal_ends_what_runs(tmp_path, monkeypatch):
+    """And not only prove.py."""
+    handler = signal.signal(signal.SIGALRM, prove.end_by_signal)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with open(tmp_path / "output", "w") as output, pytest.raises(SystemExit):
+            prove.start_and_wait(["sleep", "1000"], dict(os.environ), output)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    children = psutil.Process().children(recursive=True)
+    assert "sleep" not in [child.name() for child in children]
+
+
+def test_rows_of_check(capsys):
+    proof = prove.Proof([], steps=12, folder=None)
+    proof.add("look", "nothing to resume from")
+    assert not proof.wrong_in_check
+    proof.add("wrong", "two ranks write one file")
+    assert proof.wrong_in_check
+    assert "| check.py | **wrong**: two ranks write one file |" in capsys.readouterr().out
 
 
 def test_a_script_that_ends_early(proved, tmp_path):
@@ -264,12 +491,15 @@ def test_a_real_process(tmp_path, monkeypatch):
     assert prove.weights(recorded / "end.pt")
 
 
-def test_a_command_that_fails(proved, tmp_path):
-    """It says the line that the script has printed before torchrun's summary. Nothing is left."""
+def test_a_command_that_fails(proved, forked, tmp_path):
+    """It says the line that the script has printed before torchrun's summary, and keeps all."""
+    forked["agent"] = True
     said = "ended with status 1: ddp_launch.py: unrecognized arguments: --epoch 3"
-    with pytest.raises(RunError, match=said):
-        proved(f"{TORCHRUN} {ROOT}/mnist/ddp_launch.py --epoch 3", agent=True)
-    assert not os.listdir(tmp_path)
+    with pytest.raises(RunError, match=said) as raised:
+        proved(f"{TORCHRUN} {ROOT}/mnist/ddp_launch.py --epoch 3")
+    [kept] = os.listdir(tmp_path)
+    assert f"(see {tmp_path / kept})" in str(raised.value)
+    assert "unrecognized arguments" in (tmp_path / kept).read_text()
 
 
 def test_no_command(tmp_path):
