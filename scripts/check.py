@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -505,6 +506,8 @@ class Runs:
         self.status = 0
         # Of one mode after another; a run reads the batches that it gets from here.
         self.batches = {}
+        # Folders that a run has made, and has saved in.
+        self.new_folders = set()
 
     def __call__(self, name: str, mode: str, command: list[str] | None = None) -> Seen:
         folder = self.folder / name
@@ -520,10 +523,23 @@ class Runs:
             with open(folder / "output", "w") as output:
                 self.status = start(command or self.command, more, output, self.limit)
         finally:
-            put_files_back(folder)
+            self.put_files_back(folder)
         if self.limit is None:
             self.limit = 60 + 3 * (time.monotonic() - began)
         return Seen(folder)
+
+    def put_files_back(self, folder: Path) -> None:
+        """What was saved over an older file, or as a new one, or in a new folder."""
+        for note in folder.glob("file-*.json"):
+            file = json.loads(note.read_text())
+            self.new_folders |= set(file["new folders"])
+            if file["existed"]:
+                os.replace(note.with_suffix(".old"), file["path"])
+            else:
+                Path(file["path"]).unlink(missing_ok=True)
+        # Also after a run that has not come to save: the next one begins as the first did.
+        for new in self.new_folders:
+            shutil.rmtree(new, ignore_errors=True)
 
     def said(self, name: str) -> str:
         """The line in which a run names its error, or its last one."""
@@ -558,20 +574,6 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
                 process.wait(20)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def put_files_back(folder: Path) -> None:
-    """What was saved over an older file, or as a new one."""
-    for note in folder.glob("file-*.json"):
-        file = json.loads(note.read_text())
-        if file["existed"]:
-            os.replace(note.with_suffix(".old"), file["path"])
-        else:
-            Path(file["path"]).unlink(missing_ok=True)
-            for new in reversed(file["new folders"]):
-                # One that is not empty has other files of the script.
-                with contextlib.suppress(OSError):
-                    os.rmdir(new)
 
 
 def on_one_process(command: list[str]) -> list[str] | None:

@@ -697,10 +697,13 @@ def hook_clipping(watcher, torch):
 
 def hook_files(watcher, torch):
     def save(obj, f, *_, **__):
-        content, path = obj, f
+        content, path = obj, getattr(f, "name", f)
         if not isinstance(path, str | os.PathLike):
             return
-        keep_a_copy(watcher, path)
+        # An open file is a new one, which the script may rename.
+        watcher.told.add(os.path.realpath(path))
+        if path is f:
+            keep_a_copy(watcher, path)
         parts = [content] if isinstance(content, dict) else []
         parts += [part for part in parts[0].values() if isinstance(part, dict)] if parts else []
         watcher.emit_once(
@@ -731,7 +734,6 @@ def hook_files(watcher, torch):
 def keep_a_copy(watcher, path):
     """Before a file is written: check.py puts the old one back, or removes the new one."""
     path = os.path.realpath(path)
-    watcher.told.add(path)
     kept = f"{watcher.folder}/file-{zlib.crc32(path.encode())}"
     try:
         os.close(os.open(kept, os.O_CREAT | os.O_EXCL))
