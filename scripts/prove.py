@@ -141,9 +141,13 @@ class Proof:
             shutil.copy(printed, kept)
         return f"{cause_in(printed)} (see {printed if self.keep else kept})"
 
-    def interrupt(self, check: str, name: str, whole: Path, wrong: str, **signal_after) -> None:
-        """Run it up to a signal, resume it, and compare it with the whole run."""
-        recorded = self.run(name, **signal_after)
+    def interrupt(self, wrong: str, name: str, whole: Path, variable: str, next_step: int) -> None:
+        """Run it up to a signal, resume it with `next_step`, and compare it with the whole run.
+
+        `wrong` is the name of the signal, and `variable` tells prove_hooks.py of it.
+        """
+        check = f"{wrong} after step {SIGNAL_AFTER}, resumed"
+        recorded = self.run(name, **{variable: str(SIGNAL_AFTER)})
         first_part = steps_of(recorded)
         self.run(name)
         second_part = steps_of(recorded)[len(first_part) :]
@@ -151,8 +155,9 @@ class Proof:
             self.row(check, "**it went on to its end**", wrong)
         elif not second_part:
             self.row(check, "**it does not go on**", wrong)
-        elif second_part[0]["step"] == 1:
-            self.row(check, "**it began again at step 1**", wrong)
+        elif second_part[0]["step"] < next_step:
+            step = second_part[0]["step"]
+            self.row(check, f"**it goes on with step {step}, not with {next_step}**", wrong)
         else:
             self.compare(check, whole, recorded, wrong)
 
@@ -405,10 +410,8 @@ def prove(proof: Proof) -> None:
     look(proof, whole)
     again = proof.run("again")
     proof.compare("two runs", whole, again, "two runs")
-    check = f"SIGKILL after step {SIGNAL_AFTER}, resumed"
-    proof.interrupt(check, "killed", whole, "SIGKILL", PROVE_KILL=str(SIGNAL_AFTER))
-    check = f"SIGTERM after step {SIGNAL_AFTER}, resumed"
-    proof.interrupt(check, "told", whole, "SIGTERM", PROVE_TERM=str(SIGNAL_AFTER))
+    proof.interrupt("SIGKILL", "killed", whole, "PROVE_KILL", CHECKPOINT_EVERY + 1)
+    proof.interrupt("SIGTERM", "told", whole, "PROVE_TERM", SIGNAL_AFTER + 1)
     compare_variables(proof)
     ranks = ranks_of(whole)
     if ranks == 1:
@@ -560,7 +563,7 @@ def compare_variables(proof: Proof) -> None:
         {name for name, value in of_whole.items() if variables.get(name, value) == value}
         for variables in of_others
     ]
-    changed = sorted(of_again - of_killed - of_told)
+    changed = sorted(of_again - (of_killed & of_told))
     if changed:
         proof.row("variables after a resume", f"look: other numbers in {listed(changed)}")
 
