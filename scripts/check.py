@@ -46,7 +46,6 @@ RIGHT = {
     "backward": ("ddp_launch.py", "optimizer.zero_grad()"),
     "optimizer": ("fsdp.py", "optimizer = torch.optim.SGD("),
     "rate": ("ddp_launch.py", "optimizer = torch.optim.SGD("),
-    "clip": ("ddp_amp.py", "scaler.step(optimizer)"),
     "seed": ("fsdp.py", "torch.manual_seed(0)"),
     "sampler": ("ddp_launch.py", "sampler = DistributedSampler("),
     "set_epoch": ("ddp_launch.py", "sampler.set_epoch(epoch)"),
@@ -220,9 +219,9 @@ def clipping(seen: Seen):
     if seen.several and any(
         differ(f"{clip['norm']:.4g}" for clip in line) for line in seen.aligned("clip")
     ):
-        yield wrong("each rank clips by a norm of its own: clip behind the average", "clip")
+        yield wrong("each rank clips by a norm of its own: clip behind the average")
     if any(clip["scaled"] for clip in seen.of("clip")):
-        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before", "clip")
+        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before")
 
 
 def training_data(seen: Seen):
@@ -385,8 +384,7 @@ def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
     events = seen.ranks[rank]
     at = events.index(shares[rank])
     after = [event for event in events[at:] if event["event"] in ("step", "end")]
-    last = after[0] if after else events[-1]
-    if last["reductions"] + last["gathers"] > shares[rank]["before"]:
+    if not after or after[0]["reductions"] + after[0]["gathers"] > shares[rank]["before"]:
         return None
     text = f"each rank evaluates a share of loader {place[0] + 1}, and nothing adds them up"
     return wrong(f"{text}: a figure of rank 0 is that of its share", "sum")

@@ -280,6 +280,8 @@ class Watcher:
         current = sorted(self.pending)
         # Who lets a part of a model be in another mode than the model has a reason.
         root = self.running[0]
+        # A wrapper is in training mode, whatever the model in it is.
+        root = getattr(root, "module", root)
         key = (*current, is_norm, module.training, with_gradient, root.training, id(root))
         self.emit_once(
             "mode",
@@ -718,7 +720,8 @@ def hook_files(watcher, torch):
         if event == "os.mkdir":
             watcher.made.append(os.path.realpath(args[0]))
         copies_a_file = event in ("os.rename", "os.link", "shutil.copyfile")
-        if copies_a_file and os.path.realpath(args[0]) in watcher.told:
+        is_ours = copies_a_file and str(args[1]).startswith(watcher.folder)
+        if copies_a_file and not is_ours and os.path.realpath(args[0]) in watcher.told:
             keep_a_copy(watcher, args[1])
 
     def loaded(result, _, module, *__, **___):
