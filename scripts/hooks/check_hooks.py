@@ -62,7 +62,9 @@ class Watcher:
         self.pending = set()
         self.forward_since_fetch = False
         self.is_fetching = False
-        # ... those used by forwards with gradients since the last step, and by all evaluations.
+        # ... those used by forwards with gradients, of which no backward has followed yet, ...
+        self.unsure = set()
+        # ... those used since the last step, in all steps, and by all evaluations.
         self.used = set()
         self.trained = set()
         self.rounds = 0
@@ -74,6 +76,8 @@ class Watcher:
         self.waits = collections.Counter()
         self.waits_of_step = set()
         self.scaled = False
+        # The optimizers whose gradients were set to zero since their last step.
+        self.zeroed = set()
         # Folders that the script has made.
         self.made = []
         # Whether it computes in 16 bits.
@@ -130,15 +134,14 @@ class Watcher:
         self.depth += 1
         # Horovod's broadcast_optimizer_state takes a step before there is a gradient.
         self.is_step = bool(self.steps or self.used or self.backwards)
-        if not self.is_step:
+        if self.depth > 1 or not self.is_step:
             return
-        if optimizer not in self.optimizers:
+        self.is_known = optimizer in self.optimizers
+        if not self.is_known:
             self.optimizers.append(optimizer)
             self.find_modules()
             if self.mode != "watch":
                 self.kept["start"] |= copies(self.weights_of(optimizer))
-        if self.depth > 1:
-            return
         self.begins_pass = bool(self.used - self.trained)
         if self.mode == "watch" and self.is_over():
             self.end()
@@ -172,8 +175,10 @@ class Watcher:
                 backwards=self.backwards,
                 loss_gradients=[value.item() for value in self.loss_gradients],
                 waits=dict(self.waits),
+                stale=self.is_known and id(optimizer) not in self.zeroed,
                 states=states(self.torch),
             )
+        self.zeroed.discard(id(optimizer))
         self.waits_of_step.clear()
         self.loss_gradients.clear()
         self.used = set()
@@ -245,6 +250,15 @@ class Watcher:
             if lost:
                 self.emit("lost", names=sorted(lost), nested=nested)
 
+    def before_backward(self, *_, **__):
+        """What the forwards before it have used is trained on."""
+        self.backwards += 1
+        self.used |= self.unsure
+        self.unsure = set()
+        self.after_evaluation = False
+        if self.steps < FIRST:
+            self.zeroed |= {id(each) for each in self.optimizers if not has_gradient(each)}
+
     # Forwards.
 
     def before_forward(self, module, args):
@@ -260,8 +274,7 @@ class Watcher:
             self.forward_since_fetch = True
             self.batches_used += is_first_of_batch and with_gradient
             if with_gradient:
-                self.used |= self.pending
-                self.after_evaluation = False
+                self.unsure |= self.pending
             else:
                 self.evaluated |= self.pending
         if self.steps < FIRST and with_gradient and module._parameters:
@@ -353,6 +366,9 @@ class Watcher:
         return batch
 
     def end_pass(self, indices):
+        # A forward without a backward: an evaluation, also where no_grad() is forgotten.
+        self.evaluated |= self.unsure & {indices.place}
+        self.unsure -= {indices.place}
         indices.tell()
         if indices.place in self.evaluated - self.trained:
             self.after_evaluation = True
@@ -423,10 +439,16 @@ class Indices:
         if self.is_told:
             return
         self.is_told = True
+        data = self.loader.dataset
+        samples = [index for batch in self.given for index in batch]
+        while isinstance(data, self.watcher.torch.utils.data.Subset):
+            samples = [data.indices[index] for index in samples]
+            data = data.dataset
         self.watcher.emit(
             "pass",
             place=self.place,
-            data=id(self.loader.dataset),
+            data=id(data),
+            samples=samples,
             length=len(self.loader.dataset) if self.is_mapped else None,
             batches=self.given if self.is_mapped else None,
             done=self.done,
@@ -498,6 +520,11 @@ def copies(named):
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         found[name] = tensor.detach().cpu().float().clone()
     return found
+
+
+def has_gradient(optimizer):
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return any(checksum_of_gradient(weight) for weight in weights)
 
 
 def checksum_of_gradient(weight):
@@ -659,7 +686,16 @@ def hook_numbers(watcher, torch):
 
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
         around(torch.Tensor, name, after=asked)
-    around(torch.Tensor, "backward", after=lambda *_, **__: count(watcher, "backwards"))
+
+    def zeroed(optimizer, *_, **__):
+        watcher.zeroed.add(id(optimizer))
+
+    def zeroed_all(*_, **__):
+        watcher.zeroed |= set(map(id, watcher.optimizers))
+
+    around(torch.optim.Optimizer, "zero_grad", zeroed)
+    around(torch.nn.Module, "zero_grad", zeroed_all)
+    around(torch.Tensor, "backward", watcher.before_backward)
 
     def printed(_, __, *args, **___):
         watcher.figure(" ".join(map(str, args)))

@@ -11,7 +11,7 @@ from forked import ForkedJob, refused
 from launch import need_horovod
 from recipes import DATASETS, MINIMAL, RECIPES, ROOT, name_of, small
 
-from scripts import check
+from scripts import check, findings
 
 TORCHRUN = "torchrun --standalone --nproc-per-node=2 {}"
 FLAGS = "--device cpu --epochs 3 --batch-size 32 --data-dir {}"
@@ -398,7 +398,7 @@ def test_long_passes_are_cut(checked, images, tmp_path):
 
 
 def test_the_lines_of_minimal():
-    assert all(check.line_of(*place) for place in check.RIGHT.values())
+    assert all(findings.line_of(*place) for place in findings.RIGHT.values())
 
 
 def test_what_is_refused(tmp_path):

@@ -1,0 +1,483 @@
+"""What scripts/check.py finds in the events that scripts/hooks/check_hooks.py has written.
+
+Each function of ROWS looks at one thing, and yields a Finding for what is wrong or worth a look.
+"""
+
+import collections
+import itertools
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The line of minimal/ that does it right.
+RIGHT = {
+    "broadcast": ("hvd.py", "hvd.broadcast_parameters(model.state_dict()"),
+    "wrapper": ("ddp_launch.py", "logits = ddp_model("),
+    "backward": ("ddp_launch.py", "optimizer.zero_grad()"),
+    "optimizer": ("fsdp.py", "optimizer = torch.optim.SGD("),
+    "rate": ("ddp_launch.py", "optimizer = torch.optim.SGD("),
+    "seed": ("fsdp.py", "torch.manual_seed(0)"),
+    "sampler": ("ddp_launch.py", "sampler = DistributedSampler("),
+    "set_epoch": ("ddp_launch.py", "sampler.set_epoch(epoch)"),
+    "share": ("ddp_launch.py", "share = range("),
+    "sum": ("ddp_launch.py", "dist.all_reduce(correct)"),
+    "buffers": ("ddp_launch.py", "dist.broadcast(buffer"),
+    "eval": ("ddp_launch.py", "model.eval()"),
+    "train": ("ddp_launch.py", "model.train()"),
+    "save": ("ddp_launch.py", "torch.save("),
+    "average": ("hvd.py", "hvd.DistributedOptimizer("),
+    "divide": ("ddp_launch.py", "return correct.item() /"),
+}
+
+
+@dataclass
+class Finding:
+    """A row: "wrong", "look", "not seen" or "ok", a sentence, and a key of RIGHT."""
+
+    verdict: str
+    text: str
+    right: str = ""
+
+    def row(self) -> str:
+        where = line_of(*RIGHT[self.right]) if self.right else ""
+        return f"| {self.verdict} | {self.text} | {where} |"
+
+
+def wrong(text: str, right: str = "") -> Finding:
+    return Finding("wrong", text, right)
+
+
+def look(text: str, right: str = "") -> Finding:
+    return Finding("look", text, right)
+
+
+def not_seen(text: str) -> Finding:
+    return Finding("not seen", text)
+
+
+def line_of(name: str, text: str) -> str:
+    """file:line of a piece of minimal/"""
+    lines = (ROOT / "minimal" / name).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if text in line)
+    return f"minimal/{name}:{number}"
+
+
+def names(some) -> str:
+    """A few of these names, without the numbers of check_hooks."""
+    some = [re.sub(r"^\d+\.\d+:", "", name) for name in some]
+    return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
+
+
+class Seen:
+    """What the processes of a run have written down."""
+
+    def __init__(self, folder: Path):
+        self.ranks = {}
+        self.workers = []
+        for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+            events = [json.loads(line) for line in path.read_text().splitlines()]
+            if any(event["event"] == "step" for event in events):
+                self.ranks.setdefault(events[-1]["rank"], []).extend(events)
+            self.workers += [event for event in events if event["event"] == "random"]
+        self.ranks = dict(sorted(self.ranks.items()))
+        self.several = len(self.ranks) > 1
+
+    def of(self, kind: str, rank: int | None = None) -> list[dict]:
+        """The events of a kind, of the first rank if not of another."""
+        first = next(iter(self.ranks.values()), [])
+        events = first if rank is None else self.ranks[rank]
+        return [event for event in events if event["event"] == kind]
+
+    def of_all(self, kind: str) -> list[list[dict]]:
+        return [self.of(kind, rank) for rank in self.ranks]
+
+    def aligned(self, kind: str):
+        """Yield the first event of each rank, then the second of each, ..."""
+        return zip(*self.of_all(kind), strict=False)
+
+    def passes(self) -> dict:
+        """{(loader, number): {rank: pass}} in their order"""
+        found = {}
+        for rank in self.ranks:
+            for event in self.of("pass", rank):
+                found.setdefault(tuple(event["place"]), {})[rank] = event
+        return found
+
+
+def differ(values) -> bool:
+    return len({str(value) for value in values}) > 1
+
+
+# Rows: each function yields what it finds, and "ok" is what stands there if it finds nothing.
+
+
+def weights(seen: Seen):
+    """All ranks hold the same weights; each weight gets a gradient and is in an optimizer."""
+    sharded = seen.of("step")[0]["sharded"]
+    if seen.several and not sharded:
+        yield from itertools.islice(different_weights(seen), 1)
+    steps = seen.of_all("step")
+    for number in sorted({step["optimizer"] for step in steps[0]}):
+        yield from gradients_of(number, steps)
+    for event in seen.of("lost"):
+        if event["nested"]:
+            text = "are used in a model, and are in no optimizer (a list instead of ModuleList?)"
+            yield wrong(f"{text}: {names(event['names'])}", "optimizer")
+        else:
+            yield look(f"take part in training, and are in no optimizer: {names(event['names'])}")
+    rates = [[step["rates"] for step in line] for line in seen.aligned("step")]
+    if any(map(differ, rates)):
+        yield wrong("the ranks train with different rates", "rate")
+    shards = [events[0]["crc"] for events in seen.of_all("shard") if events]
+    if differ(shards):
+        yield wrong("each rank shards a model with other weights: seed them alike", "seed")
+
+
+def different_weights(seen: Seen):
+    for line in seen.aligned("step"):
+        begin = different_names([step["before"] for step in line])
+        end = different_names([step["after"] for step in line])
+        if not (begin or end):
+            continue
+        number = line[0]["step"]
+        unlike = different_names([step["gradients"] for step in line])
+        if begin and number == 1:
+            why, right = "rank 0's were not broadcast", "broadcast"
+        elif begin:
+            why, right = "they change between two steps", "buffers"
+        elif unlike:
+            why, right = f"the gradients of {names(unlike)} were not averaged", "wrapper"
+        else:
+            why, right = "the gradients are the same: other rates, decays or states", "rate"
+        when = "before" if begin else "after"
+        yield wrong(
+            f"the ranks hold different weights {when} step {number}: {names(begin or end)} ({why})",
+            right,
+        )
+
+
+def different_names(found: list[dict]) -> list[str]:
+    """The names whose values are not the same in all of these."""
+    return [name for name in found[0] if differ(each.get(name) for each in found)]
+
+
+def gradients_of(number: int, steps_of_ranks: list[list[dict]]):
+    """Whether the weights of an optimizer get gradients, and change."""
+    steps = [step for steps in steps_of_ranks for step in steps if step["optimizer"] == number]
+    if len(steps) < 3 * len(steps_of_ranks):
+        return
+    every = list(steps[0]["gradients"])
+    dead = [name for name in every if not any(step["gradients"].get(name) for step in steps)]
+    if every and len(dead) == len(every):
+        of_no_module = all(name.endswith("of no module") for name in every)
+        if of_no_module:
+            why = "they are of no model: was it made before the model was wrapped, or moved?"
+        else:
+            why = "zero_grad() behind backward(), detach() or no_grad()?"
+        yield wrong(f"no weight of optimizer {number + 1} ever got a gradient: {why}", "backward")
+    elif dead:
+        yield look(f"no gradient in any of {len(steps)} steps: {names(dead)}")
+    if any(step["stale"] for step in steps):
+        yield wrong("a gradient has those of earlier steps in it: zero_grad()", "backward")
+    moved = any(step["before"] != step["after"] for step in steps)
+    if not moved and len(dead) < len(every):
+        rates = {rate for step in steps for rate in step["rates"]}
+        rate = ": its rate is 0" if rates == {0.0} else ""
+        yield wrong(f"no weight of optimizer {number + 1} changes{rate}", "rate")
+
+
+def clipping(seen: Seen):
+    """A norm to clip by is of the averaged and unscaled gradients."""
+    if seen.several and any(
+        differ(f"{clip['norm']:.4g}" for clip in line) for line in seen.aligned("clip")
+    ):
+        yield wrong("each rank clips by a norm of its own: clip behind the average")
+    if any(clip["scaled"] for clip in seen.of("clip")):
+        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before")
+
+
+def training_data(seen: Seen):
+    """Each pass has an order of its own, and each of its samples goes to one rank."""
+    passes = {place: shares for place, shares in seen.passes().items() if trains(shares)}
+    if not any(share["batches"] for shares in passes.values() for share in shares.values()):
+        yield not_seen("which samples are trained on: no map-style data set in a DataLoader")
+    if is_alike(seen):
+        verdict = look if seen.of("step")[0]["parallel"] else wrong
+        yield verdict("each rank's model gets the same input in each step", "sampler")
+    told = set()
+    for (loader, _), shares in passes.items():
+        finding = loader not in told and seen.several and shares_of_pass(loader, shares)
+        if finding:
+            told.add(loader)
+            yield finding
+    for (_, shares), (_, following) in passes_in_a_row(passes):
+        rank = min(shares)
+        if rank in following and (finding := orders(shares[rank], following[rank])):
+            yield finding
+            break
+    yield from undivided_accumulation(seen)
+
+
+def trains(shares: dict) -> bool:
+    return any(share["trains"] for share in shares.values())
+
+
+def loaders_that_train(seen: Seen) -> set[int]:
+    return {place[0] for step in seen.of("step") for place in step["trains"]}
+
+
+def flat(share: dict) -> list[str]:
+    """The samples of a pass."""
+    return [str(index) for batch in share["batches"] or [] for index in batch]
+
+
+def is_alike(seen: Seen) -> bool:
+    """Whether the models of all ranks get the same inputs."""
+    by_step = [{event["step"]: event["crc"] for event in events} for events in seen.of_all("input")]
+    common = set.intersection(*map(set, by_step)) if by_step else set()
+    same = [not differ(inputs[step] for inputs in by_step) for step in common]
+    return seen.several and len(same) > 1 and all(same)
+
+
+def shares_of_pass(loader: int, shares: dict) -> Finding | None:
+    """What is wrong with the shares of a pass, if all ranks have one."""
+    length = next(iter(shares.values()))["length"]
+    each = [flat(share) for share in shares.values()]
+    samples = sum(map(len, each))
+    different = len(set(itertools.chain(*each)))
+    done = all(share["done"] for share in shares.values())
+    # Drawn with replacement, or from a stream that begins again.
+    repeats = any(len(set(share)) < len(share) for share in each)
+    if not length or len(each) < 2 or not samples or repeats:
+        return None
+    if done and all(len(share) >= length for share in each):
+        text = f"each rank reads all {length} samples in each pass over loader {loader + 1}"
+        return wrong(f"{text}, not a share of them", "sampler")
+    # DistributedSampler fills the shares up.
+    if samples - different > len(each):
+        twice = f"{samples - different} of {samples} samples of a pass over loader {loader + 1}"
+        return wrong(f"{twice} are read by two ranks", "sampler")
+    if done and different < 0.9 * length:
+        left = f"{length - different} of {length} samples"
+        return look(f"a pass over loader {loader + 1} leaves out {left}", "sampler")
+    return None
+
+
+def passes_in_a_row(passes: dict):
+    """Yield pairs of passes: of the same loader, or over the same data with a new one."""
+    by_loader = collections.defaultdict(list)
+    for place, shares in passes.items():
+        by_loader[place[0]].append((place, shares))
+    by_data = collections.defaultdict(list)
+    for each in by_loader.values():
+        yield from itertools.pairwise(each)
+        if len(each) == 1:
+            by_data[next(iter(each[0][1].values()))["data"]].append(each[0])
+    for each in by_data.values():
+        yield from itertools.pairwise(each)
+
+
+def orders(share: dict, following: dict) -> Finding | None:
+    first, second = flat(share), flat(following)
+    both = min(len(first), len(second))
+    if both < 3 or first[:both] != second[:both]:
+        return None
+    passes = f"loader {share['place'][0] + 1}: two passes have the same order"
+    numbers = [int(index) for index in first if index.isdigit()]
+    if share["shuffles"]:
+        return wrong(f"{passes} (set_epoch?)", "set_epoch")
+    is_sorted = numbers == sorted(numbers)
+    return look(f"{passes}, {'that of the data' if is_sorted else 'of its own sampler'}", "sampler")
+
+
+def undivided_accumulation(seen: Seen):
+    """Several batches make a step, and each adds a whole gradient."""
+    steps = seen.of("step")
+    whole = [
+        step
+        for step in steps
+        if step["batches"] > 1
+        and step["backwards"] == step["batches"] == len(step["loss_gradients"])
+        and not differ([1.0, *step["loss_gradients"]])
+    ]
+    if len(whole) > 1 and 2 * len(whole) > len(steps[:5]):
+        count = whole[0]["batches"]
+        yield look(f"the gradient of a step is the sum of {count} batches, not their average")
+
+
+def evaluation_data(seen: Seen):
+    """An evaluation counts each sample once, and over all ranks."""
+    loaders = loaders_that_train(seen)
+    passes = {
+        place: shares
+        for place, shares in seen.passes().items()
+        if place[0] not in loaders and any(share["evaluates"] for share in shares.values())
+    }
+    if not passes:
+        yield not_seen("an evaluation: no DataLoader of its own within no_grad()")
+    told = set()
+    for place, shares in passes.items():
+        loader = place[0]
+        if loader in told or not all(share["done"] for share in shares.values()):
+            continue
+        told.add(loader)
+        yield from counted_samples(seen, loader, shares, samples_beside(place, passes))
+    for place, shares in passes.items():
+        if finding := not_added_up(seen, place, shares):
+            yield finding
+            break
+
+
+def samples_beside(place: tuple, passes: dict) -> set[int]:
+    """The samples of the same data that another loader reads in the same evaluation."""
+    share = next(iter(passes[place].values()))
+    others = [shares for other, shares in passes.items() if other[0] != place[0]]
+    shares = itertools.chain(*(shares.values() for shares in others))
+    same = [
+        each for each in shares if (each["data"], each["step"]) == (share["data"], share["step"])
+    ]
+    return {sample for each in same for sample in each["samples"]}
+
+
+def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
+    length = next(iter(shares.values()))["length"]
+    each = [flat(share) for share in shares.values()]
+    different = len(set(itertools.chain(*each)))
+    samples = sum(map(len, each))
+    whole = all(len(share) >= length for share in each) if length else True
+    if not length or whole:
+        return
+    left_out = length - different - len(beside)
+    if left_out > 0:
+        left = f"{left_out} of {length} samples"
+        yield wrong(f"the evaluation of loader {loader + 1} leaves out {left}", "share")
+    if different < samples:
+        text = f"the evaluation of loader {loader + 1} reads {samples - different} samples twice"
+        if any(event["gathers"] for event in seen.of("end")):
+            yield look(f"{text}: are they cut off once they are gathered?", "share")
+        else:
+            yield wrong(f"{text}, and they count twice", "share")
+
+
+def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
+    """Each rank evaluates a share, and no collective follows."""
+    rank = min(shares)
+    length = shares[rank]["length"]
+    is_share = length and len(shares) > 1 and len(flat(shares[rank])) < length
+    if not is_share:
+        return None
+    events = seen.ranks[rank]
+    at = events.index(shares[rank])
+    after = [event for event in events[at:] if event["event"] in ("step", "end")]
+    if not after or after[0]["reductions"] + after[0]["gathers"] > shares[rank]["before"]:
+        return None
+    text = f"each rank evaluates a share of loader {place[0] + 1}, and nothing adds them up"
+    return wrong(f"{text}: a figure of rank 0 is that of its share", "sum")
+
+
+def modes(seen: Seen):
+    """Evaluations are in evaluation mode, and training goes on in training mode."""
+    loaders = loaders_that_train(seen)
+    events = [event for event in seen.of("mode") if event["passes"]]
+    for event in events:
+        in_training = any(place[0] in loaders for place in event["passes"])
+        if event["training"] and event["root"] and not in_training:
+            what = "BatchNorm" if event["norm"] else "dropout"
+            yield wrong(f"evaluates with {what} in training mode: model.eval()", "eval")
+            break
+    trained = [
+        event
+        for event in events
+        if event["gradient"] and any(place[0] in loaders for place in event["passes"])
+    ]
+    began = {event["model"]: event["step"] for event in reversed(trained) if event["training"]}
+    off = [event for event in trained if not (event["training"] or event["root"])]
+    if any(event["step"] > began.get(event["model"], math.inf) for event in off):
+        yield wrong("trains on in evaluation mode behind an evaluation: model.train()", "train")
+    yield from statistics(seen)
+
+
+def statistics(seen: Seen):
+    loaders = loaders_that_train(seen)
+    for line in seen.aligned("statistics"):
+        passes = line[0]["passes"]
+        evaluated = passes and all(place[0] not in loaders for place in passes)
+        same_pass = not differ(event["passes"] for event in line)
+        if seen.several and evaluated and same_pass and differ(event["crc"] for event in line):
+            text = "each rank evaluates with BatchNorm statistics of its own"
+            yield wrong(f"{text}: broadcast rank 0's, which are saved", "buffers")
+            return
+
+
+def random_numbers(seen: Seen):
+    """Each rank draws its own dropout, and each pass its own augmentation."""
+    draws = [{event["at"]: event["crc"] for event in events} for events in seen.of_all("draws")]
+    same = seen.several and draws[0] and all(each == draws[0] for each in draws)
+    if same and not is_alike(seen) and not seen.of("step")[0]["parallel"]:
+        yield wrong("all ranks draw the same dropout: seed by rank once the model is built", "seed")
+    by_place = collections.defaultdict(list)
+    for event in seen.workers:
+        by_place[event["rank"], event["worker"]].append(str(event["states"]))
+    if any(len(set(states)) < len(states) for states in by_place.values()):
+        text = "a data set draws the same random numbers in two passes"
+        yield wrong(f"{text}: a worker_init_fn with a constant seed?", "seed")
+    pairs = itertools.combinations(by_place, 2)
+    if any(a[0] != b[0] and set(by_place[a]) & set(by_place[b]) for a, b in pairs):
+        yield wrong("the data sets of two ranks draw the same random numbers: seed by rank", "seed")
+
+
+def files(seen: Seen):
+    """One rank saves, what can be resumed from and loaded without the wrapper."""
+    saves = [{event["path"] for event in events} for events in seen.of_all("save")]
+    writers = collections.Counter(itertools.chain(*saves))
+    for path, count in writers.items():
+        if count > 1:
+            yield wrong(f"{count} ranks write {os.path.basename(path)}", "save")
+    saves = list(itertools.chain(*seen.of_all("save")))
+    if any(event["prefix"] for event in saves):
+        yield look("saves names with the wrapper's prefix, module.", "save")
+    if saves and not any(event["resumes"] for event in saves):
+        yield look("no saved file has the state of an optimizer: training cannot resume from it")
+    for event in seen.of("nothing loaded")[:1]:
+        counts = f"{event['missing']} of {event['of']} tensors"
+        yield wrong(f"load_state_dict(strict=False) left {counts} as they were: other names?")
+
+
+def waits(seen: Seen):
+    """How often a step asks for a tensor's value, for which Python waits on a GPU."""
+    last = seen.of("step")[-1]
+    often = [place for place, count in last["waits"].items() if 2 * count > last["step"]]
+    if often:
+        yield look(f"waits for the GPU in each step: {names(often)} asks for a tensor's value")
+
+
+def privates(seen: Seen):
+    """What the hooks could not see in this torch."""
+    for event in seen.of("not seen"):
+        yield not_seen(f"{event['rows']}: this torch is not known ({event['error']})")
+
+
+ROWS = {
+    weights: "the ranks hold the same weights, and each gets a gradient and is in an optimizer",
+    clipping: "",
+    training_data: "each pass has a new order, and each sample goes to one rank",
+    evaluation_data: "an evaluation reads each sample once, and its figures are of all ranks",
+    modes: "trains in training mode, evaluates in evaluation mode",
+    random_numbers: "ranks, passes and workers draw different random numbers",
+    files: "no file is written by two ranks",
+    waits: "",
+    privates: "",
+}
+
+
+def rows(seen: Seen):
+    """Yield what all rows find."""
+    for function, ok in ROWS.items():
+        found = list(function(seen))
+        if ok and not found:
+            found = [Finding("ok", ok)]
+        yield from found
