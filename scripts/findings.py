@@ -196,7 +196,9 @@ def clipping(seen: Seen):
         differ(f"{clip['norm']:.4g}" for clip in line) for line in seen.aligned("clip")
     ):
         yield wrong("each rank clips by a norm of its own: clip behind the average")
-    if any(clip["scaled"] for clip in seen.of("clip")):
+    if any(step["scaled"] for step in seen.of("step")):
+        yield wrong("steps with scaled gradients: scaler.step(optimizer) unscales them")
+    elif any(clip["scaled"] for clip in seen.of("clip")):
         yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before")
 
 
@@ -253,6 +255,15 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
     # Drawn with replacement, or from a stream that begins again.
     repeats = any(len(set(share)) < len(share) for share in each)
     if not length or len(each) < 2 or not samples or repeats:
+        return None
+    is_partition = done and different == min(length, samples) and max(map(len, each)) < length
+    if differ(share["content"] for share in shares.values()):
+        if is_partition:
+            text = (
+                f"the ranks share the indices of loader {loader + 1}, and have other samples there"
+            )
+            return wrong(f"{text}: shuffled or split with another seed?", "sampler")
+        # Each rank may have files of its own.
         return None
     if done and all(len(share) >= length for share in each):
         text = f"each rank reads all {length} samples in each pass over loader {loader + 1}"

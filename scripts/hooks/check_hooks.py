@@ -76,6 +76,7 @@ class Watcher:
         self.waits = collections.Counter()
         self.waits_of_step = set()
         self.scaled = False
+        self.scaler = None
         # The optimizers whose gradients were set to zero since their last step.
         self.zeroed = set()
         # Folders that the script has made.
@@ -159,6 +160,7 @@ class Watcher:
         weights = self.weights_of(optimizer)
         self.waits.update(self.waits_of_step)
         if self.due:
+            scale = self.scaler.get_scale() if self.scaler else 1.0
             self.emit(
                 "step",
                 optimizer=self.optimizers.index(optimizer),
@@ -173,7 +175,8 @@ class Watcher:
                 trains=sorted(self.used),
                 batches=self.batches_used,
                 backwards=self.backwards,
-                loss_gradients=[value.item() for value in self.loss_gradients],
+                loss_gradients=[value.item() / scale for value in self.loss_gradients],
+                scaled=self.scaled,
                 waits=dict(self.waits),
                 stale=self.is_known and id(optimizer) not in self.zeroed,
                 states=states(self.torch),
@@ -430,6 +433,16 @@ class Indices:
             yield batch
         self.done = True
 
+    def content(self):
+        """Checksums of a few samples: whether the data sets of the ranks are the same."""
+        torch, data = self.watcher.torch, self.loader.dataset
+        try:
+            items = [OfItsIndex(torch, data)[number] for number in (0, len(data) - 1)]
+        # It may be anybody's.
+        except Exception:
+            return None
+        return [[checksum_of_part(part) for _, part in leaves(item)] for item in items]
+
     def drain(self):
         """Let it give what is left, which nobody fetches."""
         collections.deque(self.running, maxlen=0)
@@ -450,6 +463,7 @@ class Indices:
             data=id(data),
             samples=samples,
             length=len(self.loader.dataset) if self.is_mapped else None,
+            content=self.content() if self.is_mapped else None,
             batches=self.given if self.is_mapped else None,
             done=self.done,
             fetched=self.fetched,
@@ -484,6 +498,15 @@ class OfItsIndex:
         numpy.random.set_state(before[1])
         self.torch.set_rng_state(before[2])
         return item
+
+
+def checksum_of_part(part):
+    """Of a part of a sample: a tensor, an array, an image, a number or a text."""
+    if is_tensor(part):
+        return checksum(part)
+    if hasattr(part, "tobytes"):
+        return zlib.crc32(part.tobytes())
+    return zlib.crc32(repr(part).encode()) if isinstance(part, int | float | str | bytes) else 0
 
 
 def has_length(sampler):
@@ -718,8 +741,9 @@ def hook_numbers(watcher, torch):
 def hook_clipping(watcher, torch):
     def scaled(result, _, scaler, *args):
         watcher.scaled = scaler.is_enabled()
+        watcher.scaler = scaler
 
-    def unscaled(*_):
+    def unscaled(*_, **__):
         watcher.scaled = False
 
     def clipped(norm, *_, **__):
@@ -729,6 +753,8 @@ def hook_clipping(watcher, torch):
 
     around(torch.amp.GradScaler, "scale", after=scaled)
     around(torch.amp.GradScaler, "unscale_", after=unscaled)
+    # A fused optimizer unscales in its step.
+    around(torch.amp.GradScaler, "step", unscaled)
     around(torch.nn.utils, "clip_grad_norm_", after=clipped)
     torch.nn.utils.clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
 

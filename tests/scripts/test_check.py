@@ -206,6 +206,24 @@ WATCHED = {
             r"no weight of optimizer 1 ever got a gradient: zero_grad",
         ),
     ),
+    "scaled steps": (
+        "ddp_launch",
+        Mistake(
+            "            loss.backward()\n",
+            "            scaler.scale(loss).backward()\n",
+            r"steps with scaled gradients",
+        ),
+        Mistake(MODEL, MODEL + "    scaler = torch.amp.GradScaler('cpu')\n", ""),
+        Mistake("            optimizer.zero_grad()\n", "", r"a gradient has those of earlier"),
+        Mistake(
+            "    train_set = load(args.data_dir, train=True)\n",
+            "    train_set = load(args.data_dir, train=True)\n"
+            "    torch.manual_seed(rank)\n"
+            "    order = torch.randperm(len(train_set)).tolist()\n"
+            "    train_set = torch.utils.data.Subset(train_set, order)\n",
+            r"the ranks share the indices of loader 1, but not its samples",
+        ),
+    ),
     "layers in a list": (
         "ddp_launch",
         Mistake(
