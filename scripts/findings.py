@@ -221,6 +221,10 @@ def training_data(seen: Seen):
         if rank in following and (finding := orders(shares[rank], following[rank])):
             yield finding
             break
+    for share in itertools.chain(*(shares.values() for shares in passes.values())):
+        if len(share["inputs"]) - len(set(share["inputs"])) > 1:
+            yield wrong(f"loader {share['place'][0] + 1}: a stream gives batches twice in a pass")
+            break
     yield from undivided_accumulation(seen)
 
 
@@ -294,11 +298,15 @@ def passes_in_a_row(passes: dict):
 
 def orders(share: dict, following: dict) -> Finding | None:
     first, second = flat(share), flat(following)
+    if share["inputs"]:
+        first, second = share["inputs"], following["inputs"]
     both = min(len(first), len(second))
     if both < 3 or first[:both] != second[:both]:
         return None
     passes = f"loader {share['place'][0] + 1}: two passes have the same order"
-    numbers = [int(index) for index in first if index.isdigit()]
+    numbers = [int(index) for index in first if str(index).isdigit()]
+    if share["inputs"]:
+        return look(f"{passes}: does the stream know the epoch, also in its workers?", "set_epoch")
     if share["shuffles"]:
         return wrong(f"{passes} (set_epoch?)", "set_epoch")
     is_sorted = numbers == sorted(numbers)
@@ -360,6 +368,8 @@ def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
     different = len(set(itertools.chain(*each)))
     samples = sum(map(len, each))
     whole = all(len(share) >= length for share in each) if length else True
+    if length and whole and len(each) > 1:
+        yield from cut_shares(loader, shares)
     if not length or whole:
         return
     left_out = length - different - len(beside)
@@ -372,6 +382,16 @@ def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
             yield look(f"{text}: are they cut off once they are gathered?", "share")
         else:
             yield wrong(f"{text}, and they count twice", "share")
+
+
+def cut_shares(loader: int, shares: dict):
+    """Each rank has a data set of its own, which is a part of the same one."""
+    read = set(itertools.chain(*(share["samples"] for share in shares.values())))
+    left = next(iter(shares.values()))["of"] - len(read)
+    if 0 < left < len(shares):
+        yield wrong(
+            f"the shares of loader {loader + 1}, which evaluates, leave out {left}", "share"
+        )
 
 
 def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:

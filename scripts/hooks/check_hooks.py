@@ -359,6 +359,8 @@ class Watcher:
         finally:
             self.is_fetching = False
         indices.fetched += 1
+        if not indices.is_mapped and indices.fetched <= BATCHES:
+            indices.inputs.append([checksum_of_part(part) for _, part in leaves(batch)])
         # What was fetched since the last forward is for the next one; a script may only have looked
         # at a batch of an earlier pass.
         if self.forward_since_fetch:
@@ -416,6 +418,8 @@ class Indices:
         self.steps_before = watcher.steps
         self.before = watcher.reductions + watcher.gathers
         self.given = []
+        # Checksums of batches, where a stream gives no indices.
+        self.inputs = []
         self.done = False
         self.is_told = False
         self.running = self.give()
@@ -461,7 +465,9 @@ class Indices:
             "pass",
             place=self.place,
             data=id(data),
+            of=len(data) if self.is_mapped else None,
             samples=samples,
+            inputs=self.inputs,
             length=len(self.loader.dataset) if self.is_mapped else None,
             content=self.content() if self.is_mapped else None,
             batches=self.given if self.is_mapped else None,
