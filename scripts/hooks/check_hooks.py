@@ -3,6 +3,7 @@
 The script is not edited, and no collective is added. CHECK_MODE says which run this is:
 
     watch      the script as it is; long passes over a loader are cut short
+    prove      the script as it is, within a run of prove.py
     share      three steps without dropout, BatchNorm per sample, and the evaluation behind them
     whole      the same three steps, in which each rank gets the batches of all ranks
     one        the same on one process
@@ -43,6 +44,7 @@ class Watcher:
         self.torch = torch
         self.folder = os.environ["CHECK"]
         self.mode = os.environ["CHECK_MODE"]
+        self.is_compared = self.mode in ("share", "whole", "one", "regrouped")
         self.told = set()
         self.steps = 0
         # Horovod's step calls the step of the optimizer.
@@ -126,7 +128,7 @@ class Watcher:
         for indices in self.passes:
             indices.tell()
         self.emit_once("end")
-        if self.mode != "watch" and self.kept["end"]:
+        if self.is_compared and self.kept["end"]:
             self.torch.save.original(self.kept, f"{self.folder}/{self.mode}-{self.rank()}.pt")
 
     # Steps of an optimizer.
@@ -141,7 +143,7 @@ class Watcher:
         if not self.is_known:
             self.optimizers.append(optimizer)
             self.find_modules()
-            if self.mode != "watch":
+            if self.is_compared:
                 self.kept["start"] |= copies(self.weights_of(optimizer))
         self.begins_pass = bool(self.used - self.trained)
         if self.mode == "watch" and self.is_over():
@@ -190,7 +192,7 @@ class Watcher:
         self.scaled = False
         if self.steps == FIRST:
             self.tell_lost()
-        if self.mode != "watch":
+        if self.is_compared:
             self.keep(weights)
 
     def keep(self, weights):
@@ -338,8 +340,10 @@ class Watcher:
             return False
         steps = self.steps - indices.steps_before
         trains = indices.place in self.trained | self.used
-        if self.mode != "watch":
+        if self.is_compared:
             return trains and self.steps >= COMPARED_STEPS
+        if self.mode == "prove":
+            return False
         enough = steps >= STEPS if trains else indices.place in self.evaluated
         return enough and indices.fetched >= BATCHES
 
@@ -382,7 +386,7 @@ class Watcher:
 
     def figure(self, value):
         """A number that the script has taken from a tensor, or a text that it has printed."""
-        if self.mode != "watch" and self.after_evaluation:
+        if self.is_compared and self.after_evaluation:
             self.emit("figure", value=value)
 
     def waited(self, where):
@@ -615,7 +619,7 @@ def install(torch):
             hook(watcher, torch)
         except (AttributeError, ImportError) as error:
             watcher.emit("not seen", rows=rows, error=str(error))
-    if watcher.mode != "watch":
+    if watcher.is_compared:
         import numpy
 
         # Where a script has no seed, all runs begin alike.
@@ -671,7 +675,7 @@ def hook_data_sets(watcher, torch):
         is_first = not hasattr(fetcher, "_checked")
         fetcher._checked = True
         is_mapped = isinstance(fetcher, _utils.fetch._MapDatasetFetcher)
-        if is_first and is_mapped and watcher.mode != "watch":
+        if is_first and is_mapped and watcher.is_compared:
             fetcher.dataset = OfItsIndex(torch, fetcher.dataset)
         return states(torch) if is_first else None
 
@@ -687,12 +691,12 @@ def hook_data_sets(watcher, torch):
 
 
 def hook_dropout(watcher, torch):
-    leave_out = watcher.mode != "watch"
+    leave_out = watcher.is_compared
     leave_out_dropout(torch, watcher.drew, leave_out)
 
 
 def hook_batch_norm(watcher, torch):
-    if watcher.mode != "watch":
+    if watcher.is_compared:
         split_batch_norm(torch)
 
 
