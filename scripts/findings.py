@@ -265,9 +265,7 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
     is_partition = done and different == min(length, samples) and max(map(len, each)) < length
     if differ(share["content"] for share in shares.values()):
         if is_partition:
-            text = (
-                f"the ranks share the indices of loader {loader + 1}, and have other samples there"
-            )
+            text = f"the ranks share the indices of loader {loader + 1}, but not its samples"
             return wrong(f"{text}: shuffled or split with another seed?", "sampler")
         # Each rank may have files of its own.
         return None
@@ -432,6 +430,36 @@ def modes(seen: Seen):
     if any(event["step"] > began.get(event["model"], math.inf) for event in off):
         yield wrong("trains on in evaluation mode behind an evaluation: model.train()", "train")
     yield from statistics(seen)
+    yield from evaluated_weights(seen)
+
+
+def evaluated_weights(seen: Seen):
+    """Whether what is evaluated is what is trained, and saved."""
+    loaders = loaders_that_train(seen)
+    events = [
+        event
+        for event in seen.of("weights")
+        if event["crc"] and event["passes"] and event["passes"][0][0] not in loaders
+    ]
+    steps = sorted({event["step"] for event in events if event["step"]})
+    trained = any(step["before"] != step["after"] for step in seen.of("step"))
+    if (
+        len(steps) > 1
+        and trained
+        and all(
+            event["crc"] == first["crc"]
+            for event in events
+            for first in events
+            if event["model"] == first["model"] and event["step"] and first["step"]
+        )
+    ):
+        yield wrong("the weights that are evaluated are not those that are trained", "eval")
+    sharded = seen.of("step")[0]["sharded"]
+    for save in [] if sharded else seen.of("save"):
+        evaluated = [event["crc"] for event in events if event["step"] == save["step"]]
+        if save["crc"] and evaluated and not set(save["crc"]) & set(itertools.chain(*evaluated)):
+            yield look("weights are evaluated that are in no saved file", "save")
+            return
 
 
 def statistics(seen: Seen):
@@ -452,6 +480,8 @@ def random_numbers(seen: Seen):
     same = seen.several and draws[0] and all(each == draws[0] for each in draws)
     if same and not is_alike(seen) and not seen.of("step")[0]["parallel"]:
         yield wrong("all ranks draw the same dropout: seed by rank once the model is built", "seed")
+    elif not seen.workers:
+        yield from draws_of_steps(seen)
     by_place = collections.defaultdict(list)
     for event in seen.workers:
         by_place[event["rank"], event["worker"]].append(str(event["states"]))
@@ -461,6 +491,18 @@ def random_numbers(seen: Seen):
     pairs = itertools.combinations(by_place, 2)
     if any(a[0] != b[0] and set(by_place[a]) & set(by_place[b]) for a, b in pairs):
         yield wrong("the data sets of two ranks draw the same random numbers: seed by rank", "seed")
+
+
+def draws_of_steps(seen: Seen):
+    """Whether steps draw random numbers, and all ranks the same."""
+    # Those of the first pass: a new one draws, too.
+    by_rank = [
+        [step["states"] for step in steps[:5] if step["trains"] == steps[0]["trains"]]
+        for steps in seen.of_all("step")
+    ]
+    draws = differ(by_rank[0])
+    if seen.several and draws and not differ(by_rank):
+        yield look("all ranks draw the same random numbers in a step: seed by rank", "seed")
 
 
 def files(seen: Seen):

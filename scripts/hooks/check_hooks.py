@@ -282,6 +282,7 @@ class Watcher:
                 self.unsure |= self.pending
             else:
                 self.evaluated |= self.pending
+                self.look_at_weights(module)
         if self.steps < FIRST and with_gradient and module._parameters:
             # A layer in a Python list is a root that runs within another one.
             nested = id(module) in self.roots and not is_outermost
@@ -293,6 +294,13 @@ class Watcher:
         is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
         if is_norm or isinstance(module, torch.nn.modules.dropout._DropoutNd):
             self.look_at_mode(module, is_norm, with_gradient)
+
+    def look_at_weights(self, model):
+        """Those of a model that is evaluated, once in a pass."""
+        key = (*sorted(self.pending), id(model))
+        if ("weights", *key) not in self.told:
+            crc = [checksum(weight) for weight in model.parameters()]
+            self.emit_once("weights", *key, model=id(model), passes=key[:-1], crc=crc)
 
     def look_at_mode(self, module, is_norm, with_gradient):
         current = sorted(self.pending)
@@ -783,9 +791,11 @@ def hook_files(watcher, torch):
         watcher.emit_once(
             "save",
             os.path.realpath(path),
+            watcher.steps,
             path=os.path.realpath(path),
             prefix=any(str(name).startswith("module.") for part in parts for name in part),
             resumes=any("param_groups" in part for part in parts),
+            crc=[checksum(value) for part in parts for value in part.values() if is_tensor(value)],
         )
 
     def audited(event, args):
