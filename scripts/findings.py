@@ -28,6 +28,7 @@ RIGHT = {
     "buffers": ("ddp_launch.py", "dist.broadcast(buffer"),
     "eval": ("ddp_launch.py", "model.eval()"),
     "train": ("ddp_launch.py", "model.train()"),
+    "full": ("fsdp.py", "options = StateDictOptions(full_state_dict=True"),
     "save": ("ddp_launch.py", "torch.save("),
     "average": ("hvd.py", "hvd.DistributedOptimizer("),
     "divide": ("ddp_launch.py", "return correct.item() /"),
@@ -129,7 +130,7 @@ def weights(seen: Seen):
             yield wrong(f"{text}: {names(event['names'])}", "optimizer")
         else:
             yield look(f"take part in training, and are in no optimizer: {names(event['names'])}")
-    rates = [[step["rates"] for step in line] for line in seen.aligned("step")]
+    rates = [[step["rates"] for step in line] for line in steps_in_common(seen)]
     if any(map(differ, rates)):
         yield wrong("the ranks train with different rates", "rate")
     shards = [events[0]["crc"] for events in seen.of_all("shard") if events]
@@ -137,8 +138,18 @@ def weights(seen: Seen):
         yield wrong("each rank shards a model with other weights: seed them alike", "seed")
 
 
+def steps_in_common(seen: Seen) -> list[tuple]:
+    """The steps that all ranks have taken, until one takes more of them than another."""
+
+    def is_same(line):
+        return not differ((step["step"], step["trains"]) for step in line)
+
+    return list(itertools.takewhile(is_same, seen.aligned("step")))
+
+
 def different_weights(seen: Seen):
-    for line in seen.aligned("step"):
+    lines = steps_in_common(seen)
+    for position, line in enumerate(lines):
         begin = different_names([step["before"] for step in line])
         end = different_names([step["after"] for step in line])
         if not (begin or end):
@@ -153,11 +164,17 @@ def different_weights(seen: Seen):
             why, right = f"the gradients of {names(unlike)} were not averaged", "wrapper"
         else:
             why, right = "the gradients are the same: other rates, decays or states", "rate"
-        when = "before" if begin else "after"
-        yield wrong(
-            f"the ranks hold different weights {when} step {number}: {names(begin or end)} ({why})",
-            right,
-        )
+        when = f"{'before' if begin else 'after'} step {number}"
+        text = f"the ranks hold different weights {when}: {names(begin or end)}"
+        again = [
+            later[0]["step"]
+            for later in lines[position + 1 :]
+            if not different_names([step["before"] for step in later])
+        ]
+        if again:
+            yield look(f"{text}, and the same before step {again[0]}: averaged on purpose?")
+        else:
+            yield wrong(f"{text} ({why})", right)
 
 
 def different_names(found: list[dict]) -> list[str]:
@@ -513,6 +530,8 @@ def files(seen: Seen):
         if count > 1:
             yield wrong(f"{count} ranks write {os.path.basename(path)}", "save")
     saves = list(itertools.chain(*seen.of_all("save")))
+    if len(writers) == 1 and seen.several and any(event["shards"] for event in saves):
+        yield wrong("one rank saves its shards alone", "full")
     if any(event["prefix"] for event in saves):
         yield look("saves names with the wrapper's prefix, module.", "save")
     if saves and not any(event["resumes"] for event in saves):

@@ -51,6 +51,7 @@ class Watcher:
         self.depth = 0
         self.optimizers = []
         self.names = {}
+        self.weights = {}
         self.roots = {}
         self.kept = {"start": {}, "end": {}, "gradients": {}}
         # The modules whose forward is running, from the outermost on, and what was called how.
@@ -226,6 +227,7 @@ class Watcher:
             for name, weight in root.named_parameters():
                 name = name.replace("module.", "").replace("_orig_mod.", "")
                 self.names[id(weight)] = name
+                self.weights[name] = weight
 
     def weights_of(self, optimizer):
         """[(number of the optimizer, number and name of the weight, the weight)]"""
@@ -234,6 +236,13 @@ class Watcher:
         names = [self.names.get(id(weight), "of no module") for weight in weights]
         numbered = enumerate(zip(names, weights, strict=True))
         return [(f"{which}.{number}:{name}", weight) for number, (name, weight) in numbered]
+
+    def is_shard(self, name, value):
+        """Whether this is a rank's share of a weight, and not all of it."""
+        weight = self.weights.get(str(name))
+        if weight is None or not hasattr(weight, "to_local") or not is_tensor(value):
+            return False
+        return hasattr(value, "to_local") or value.shape != weight.shape
 
     def tell_lost(self):
         """Write the parameters that forward has used, and that no optimizer has."""
@@ -795,6 +804,7 @@ def hook_files(watcher, torch):
             path=os.path.realpath(path),
             prefix=any(str(name).startswith("module.") for part in parts for name in part),
             resumes=any("param_groups" in part for part in parts),
+            shards=any(watcher.is_shard(*item) for part in parts for item in part.items()),
             crc=[checksum(value) for part in parts for value in part.values() if is_tensor(value)],
         )
 
