@@ -20,7 +20,15 @@ import sys
 import time
 import zlib
 
-from hook_tools import around, checksum, is_tensor, leave_out_dropout, leaves, split_batch_norm
+from hook_tools import (
+    around,
+    checksum,
+    is_tensor,
+    leave_out_dropout,
+    leaves,
+    local,
+    split_batch_norm,
+)
 
 # A step is written down in full if it is one of the first, and then every so often.
 FIRST = 5
@@ -567,8 +575,7 @@ def copies(named):
     """{name: the part that this rank has, in float32}"""
     found = {}
     for name, tensor in named:
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found[name] = tensor.detach().cpu().float().clone()
+        found[name] = local(tensor).detach().cpu().float().clone()
     return found
 
 
@@ -581,8 +588,7 @@ def checksum_of_gradient(weight):
     """None without a gradient, 0 where all of it is 0."""
     if weight.grad is None:
         return None
-    local = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
-    return checksum(weight.grad) if local.count_nonzero() else 0
+    return checksum(weight.grad) if local(weight.grad).count_nonzero() else 0
 
 
 def states(torch):

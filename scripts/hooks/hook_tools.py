@@ -85,6 +85,13 @@ def leaves(value, name=""):
         yield from leaves(part, f"{name}.{key}" if name else str(key))
 
 
+def local(tensor):
+    """The part of a tensor that this rank has, with its zeros."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def checksum(value):
     import zlib
 
@@ -92,10 +99,8 @@ def checksum(value):
 
     if not is_tensor(value):
         return zlib.crc32(repr(value).encode())
-    if hasattr(value, "to_local"):
-        value = value.to_local()
     # It has no values.
     if value.device.type == "meta":
         return 0
-    data = value.detach().cpu().contiguous().flatten()
+    data = local(value).detach().cpu().contiguous().flatten()
     return zlib.crc32(data.view(torch.uint8).numpy()) if data.numel() else 0
