@@ -48,6 +48,7 @@ NOT_HERE = {
     "scripts/pin.sh": "tests/scripts/test_scripts.py",
     "scripts/usage.py": "tests/scripts/test_scripts.py",
     "kill %1": "it ends scripts/usage.py",
+    "scripts/check.py": "tests/scripts/test_check.py",
     "scripts/prove.py": "tests/scripts/test_prove.py",
     "scripts/fastest.py": "tests/scripts/test_fastest.py",
     "scripts/doctor.py --recipe": "tests/scripts/test_doctor.py",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from forked import ForkedJob, refused
-from launch import need_horovod
+from launch import need_horovod, run
 from recipes import DATASETS, MINIMAL, RECIPES, ROOT, name_of, small
 
 from scripts import check, findings
@@ -424,3 +424,12 @@ def test_what_is_refused(tmp_path):
     assert "give the command" in refused(command, tmp_path)
     (tmp_path / "empty.py").write_text("")
     assert "no step of an optimizer" in refused(f"{command} python empty.py", tmp_path)
+
+
+def test_with_real_processes(images, tmp_path):
+    """torchrun, whose ranks read the hooks as Python starts."""
+    command = f"python {ROOT}/scripts/check.py {TORCHRUN.format(MINIMAL / 'ddp_launch.py')}"
+    said = run(f"{command} {FLAGS.format(images)}", tmp_path)
+    assert "| ok | steps with shares are those with the batches of all ranks: " in said
+    assert "wrong" not in said
+    assert not (tmp_path / "mnist.pt").exists()
