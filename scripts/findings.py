@@ -517,9 +517,11 @@ def draws_of_steps(seen: Seen):
         [step["states"] for step in steps[:5] if step["trains"] == steps[0]["trains"]]
         for steps in seen.of_all("step")
     ]
-    draws = differ(by_rank[0])
-    if seen.several and draws and not differ(by_rank):
-        yield look("all ranks draw the same random numbers in a step: seed by rank", "seed")
+    for states in zip(*(zip(*of_rank, strict=True) for of_rank in by_rank), strict=True):
+        # The states of a generator, which may be another one on each rank.
+        if seen.several and differ(states[0]) and not differ(states):
+            yield look("all ranks draw the same random numbers in a step: seed by rank", "seed")
+            return
 
 
 def files(seen: Seen):
