@@ -53,6 +53,7 @@ class Watcher:
         self.folder = os.environ["CHECK"]
         self.mode = os.environ["CHECK_MODE"]
         self.is_compared = self.mode in ("share", "whole", "one", "regrouped")
+        self.known_rank = int(os.environ.get("RANK", 0))
         self.told = set()
         self.steps = 0
         # Horovod's step calls the step of the optimizer.
@@ -116,13 +117,14 @@ class Watcher:
             self.emit(event, **more)
 
     def rank(self):
+        """That of this process, also once the script has left its group."""
         distributed = self.torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            return distributed.get_rank()
         hvd = sys.modules.get("horovod.torch")
-        if hvd and hvd.is_initialized():
-            return hvd.rank()
-        return int(os.environ.get("RANK", 0))
+        if distributed.is_available() and distributed.is_initialized():
+            self.known_rank = distributed.get_rank()
+        elif hvd and hvd.is_initialized():
+            self.known_rank = hvd.rank()
+        return self.known_rank
 
     def end(self):
         """Write what is written at the end, and end the process as if the script were over."""
