@@ -122,7 +122,7 @@ class Proof:
         printed = recorded / f"output-{number}"
         with open(printed, "w") as output:
             status = start_and_wait(words, variables, output)
-        is_told = not {"PROVE_KILL", "PROVE_TERM", "PROVE_END"}.isdisjoint(environment)
+        is_told = not {"PROVE_KILL", "PROVE_TERM"}.isdisjoint(environment)
         # Where a resumed run ends early, its row says so.
         may_end_early = is_told or number > 1
         if status != 0 and "PROVE_KILL" not in environment:
@@ -592,7 +592,8 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     if not {"global_batch", "peak_lr"} <= config.keys():
         proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
         return
-    compare_rates(proof, whole, proof.run("rates", command, PROVE_END="1"), ranks)
+    # In the first step SIGTERM would end it at once.
+    compare_rates(proof, whole, proof.run("rates", command, PROVE_TERM="2"), ranks)
     if steps_of(whole)[0]["has_batch_norm"]:
         proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
     # The same for both, and the rate is that of the whole run.
