@@ -143,7 +143,7 @@ def on_one_process(command: list[str]) -> list[str] | None:
 def compare(runs: Runs, watched: Seen):
     """Yield what the runs of a few steps say."""
     share = runs("share", "share")
-    if not share.ranks:
+    if share.first is None:
         yield not_seen(
             f"what a sample does: a run without dropout has failed: {runs.said('share')}"
         )
@@ -236,7 +236,7 @@ def compare_with_one(runs: Runs, share: Seen):
         return
     runs.batches["one"] = runs.batches["whole"]
     one = runs("one", "one", command)
-    if not (runs.folder / "one" / "one-0.pt").exists():
+    if one.first is None or not (runs.folder / "one" / "one-0.pt").exists():
         yield not_seen(f"averaged or summed: one process has failed: {runs.said('one')}")
         return
     ratio, rest = ratio_of_gradients(runs.folder, len(share.ranks))
@@ -364,7 +364,7 @@ def numbers(figures: list[dict]) -> list[tuple[float, float]]:
 def check(runs: Runs, with_comparison: bool) -> list[Finding]:
     seen = runs("watch", "watch")
     status = runs.status
-    if not seen.ranks:
+    if seen.first is None:
         raise InputError(f"no step of an optimizer was seen: {runs.said('watch')}")
     found = []
     if status:

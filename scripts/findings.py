@@ -81,16 +81,16 @@ class Seen:
         self.workers = []
         for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
             events = [json.loads(line) for line in path.read_text().splitlines()]
-            if any(event["event"] == "step" for event in events):
+            if any(event["event"] in ("step", "pass") for event in events):
                 self.ranks.setdefault(events[-1]["rank"], []).extend(events)
             self.workers += [event for event in events if event["event"] == "random"]
         self.ranks = dict(sorted(self.ranks.items()))
+        self.first = next((rank for rank in self.ranks if self.of("step", rank)), None)
         self.several = len(self.ranks) > 1
 
     def of(self, kind: str, rank: int | None = None) -> list[dict]:
-        """The events of a kind, of the first rank if not of another."""
-        first = next(iter(self.ranks.values()), [])
-        events = first if rank is None else self.ranks[rank]
+        """The events of a kind, of the first rank that trains if not of another."""
+        events = self.ranks[self.first if rank is None else rank]
         return [event for event in events if event["event"] == kind]
 
     def of_all(self, kind: str) -> list[list[dict]]:
@@ -121,7 +121,9 @@ def weights(seen: Seen):
     sharded = seen.of("step")[0]["sharded"]
     if seen.several and not sharded:
         yield from itertools.islice(different_weights(seen), 1)
-    steps = seen.of_all("step")
+    steps = [steps for steps in seen.of_all("step") if steps]
+    if len(steps) < len(seen.ranks):
+        yield wrong(f"{len(seen.ranks) - len(steps)} of {len(seen.ranks)} ranks take no step")
     for number in sorted({step["optimizer"] for step in steps[0]}):
         yield from gradients_of(number, steps)
     for event in seen.of("lost"):
@@ -156,7 +158,9 @@ def different_weights(seen: Seen):
             continue
         number = line[0]["step"]
         unlike = different_names([step["gradients"] for step in line])
-        if begin and number == 1:
+        if all(name.endswith("of no module") for name in begin or end):
+            why, right = "was the optimizer made before the model was changed?", "optimizer"
+        elif begin and number == 1:
             why, right = "rank 0's were not broadcast", "broadcast"
         elif begin:
             why, right = "they change between two steps", "buffers"

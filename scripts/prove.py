@@ -8,7 +8,7 @@ short epochs with an evaluation each: twice undisturbed; with SIGKILL to all ran
 to one, each resumed; and with the same global batch on all processes and on one, which then
 evaluate the same weights. After each step the ranks are compared. The table says what is the same,
 bit by bit or to rounding, and what is not: the step, the tensor and the rank where it begins.
-docs/your-own.md says what that usually means. It ends with status 1 if something is wrong.
+docs/prove.md says what that usually means. It ends with status 1 if something is wrong.
 """
 
 import argparse
@@ -33,6 +33,7 @@ import torch
 
 from common import checkpoint, flags, results
 from common.errors import InputError, RunError
+from scripts import findings
 from scripts.hooks.hook_tools import checksum, leaves
 
 # A checkpoint comes every five steps, and the signals between two of them. Both cut groups of two,
@@ -410,6 +411,7 @@ def prove(proof: Proof) -> None:
     whole = proof.run("whole", PROVE_KEEP=kept)
     print("| check | result |\n| --- | --- |", flush=True)
     look(proof, whole)
+    check(proof)
     again = proof.run("again")
     proof.compare("two runs", whole, again, "two runs")
     proof.interrupt("SIGKILL", "killed", whole, "PROVE_KILL", CHECKPOINT_EVERY + 1)
@@ -420,6 +422,18 @@ def prove(proof: Proof) -> None:
         proof.row("ranks, and one process", "start it on two processes for these")
     else:
         compare_with_one(proof, whole, ranks)
+
+
+def check(proof: Proof) -> None:
+    """The rows of check.py that are not right, from a run with its hooks."""
+    events = proof.folder / "check"
+    events.mkdir()
+    # Without torch.compile, which would trace the hooks.
+    checked = {"CHECK": str(events), "CHECK_MODE": "prove", "TORCHDYNAMO_DISABLE": "1"}
+    proof.run("checked", **checked)
+    for finding in findings.rows(findings.Seen(events)):
+        if finding.verdict in ("wrong", "look"):
+            proof.add(finding.verdict, finding.text)
 
 
 def look(proof: Proof, whole: Path) -> None:
@@ -717,7 +731,7 @@ def main():
         prove(proof)
     print(f"\n{time.monotonic() - began:.0f} s")
     for each in proof.explanations():
-        print(f"{each} (docs/your-own.md#prove-it)")
+        print(f"{each} (docs/prove.md)")
     return 1 if proof.wrong or proof.wrong_in_check else 0
 
 

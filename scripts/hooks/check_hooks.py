@@ -817,7 +817,8 @@ def hook_files(watcher, torch):
         )
 
     def audited(event, args):
-        if event == "os.mkdir":
+        # The event comes before the call, also where the folder is there already.
+        if event == "os.mkdir" and not os.path.exists(args[0]):
             watcher.made.append(os.path.realpath(args[0]))
         copies_a_file = event in ("os.rename", "os.link", "shutil.copyfile")
         is_ours = copies_a_file and str(args[1]).startswith(watcher.folder)

@@ -143,19 +143,11 @@ def shorten(loader):
 
 class Recorder:
     def __init__(self, run):
-        import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self.run = run
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed:
-            self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        elif "horovod.torch" in sys.modules:
-            import horovod.torch as hvd
-
-            self.rank, self.ranks = hvd.rank(), hvd.size()
-        else:
-            self.rank, self.ranks = 0, 1
+        self.rank = run.world.rank
+        self.ranks = run.world.size
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from forked import ForkedJob, refused
-from launch import need_horovod, run
+from launch import everything, need_horovod, run
 from recipes import DATASETS, MINIMAL, RECIPES, ROOT, name_of, small
 
 from scripts import check, findings
@@ -395,12 +395,24 @@ def test_a_mistake_that_is_compared(name, checked, images, tmp_path):
     assert len(wrong_of(rows)) == (sought.verdict == "wrong")
 
 
-def test_a_saved_file_is_put_back(checked, images, tmp_path):
-    (tmp_path / "mnist.pt").write_text("of yesterday")
-    command = f"python {MINIMAL / 'single.py'} {FLAGS}".format(images)
-    status, _rows = checked(command, "--no-comparison")
-    assert status == 0
-    assert (tmp_path / "mnist.pt").read_text() == "of yesterday"
+def test_saved_files_are_put_back(checked, images, tmp_path):
+    """With the folders that are new, and without what was in others."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "old.pt").write_text("of yesterday")
+    (tmp_path / "kept" / "notes").write_text("of yesterday")
+    save = "            torch.save(model.state_dict(), "
+    saves = (
+        "            for folder in ('kept', 'new/one'):\n"
+        "                os.makedirs(folder, exist_ok=True)\n"
+        "                torch.save(model.state_dict(), f'{folder}/old.pt')\n"
+        "            torch.save({}, 'kept/part')\n"
+        "            os.replace('kept/part', 'kept/renamed.pt')\n"
+    )
+    script = with_mistakes(tmp_path, "ddp_launch", [Mistake(save, saves + save, "")])
+    before = everything(tmp_path)
+    status, rows = checked(f"{launched(script)} {FLAGS.format(images)}", "--no-comparison")
+    assert status == 0, rows
+    assert everything(tmp_path) == before
 
 
 def test_long_passes_are_cut(checked, images, tmp_path):

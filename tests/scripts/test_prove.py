@@ -28,7 +28,8 @@ def forked(tmp_path, monkeypatch):
     options = {"agent": False}
 
     def start_and_wait(words, environment, output):
-        variables = {name: value for name, value in environment.items() if "PROVE" in name}
+        ours = re.compile("PROVE|CHECK|TORCHDYNAMO")
+        variables = {name: value for name, value in environment.items() if ours.match(name)}
         job = ForkedJob(shlex.join(words), tmp_path, **options, **variables)
         status = job.finish()
         output.write(job.output())
