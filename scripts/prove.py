@@ -396,7 +396,10 @@ def on_one_process(command: list[str], config: dict) -> list[str] | None:
         return [*command, "--gpus", "1"]
     number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|-np|-n)(=\d+)?$")
     for place, word in enumerate(command):
-        if word.endswith(".py"):
+        # What follows is the script's.
+        is_module = place > 0 and command[place - 1] == "-m"
+        is_launcher = word.startswith("torch.distributed.")
+        if word.endswith(".py") or (is_module and not is_launcher):
             break
         if found := number.match(word):
             if found[2]:

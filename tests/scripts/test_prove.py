@@ -424,7 +424,9 @@ SPAWNED = {"saved_by": "DDP, mp.spawn, world size 2", "nodes": 1}
     "command, config, expected",
     [
         ("torchrun --nproc-per-node=4 train.py --top-n 5", {}, "--nproc-per-node=1 train.py --top"),
-        ("torchrun --nproc_per_node 4 -m train.py -n 4", {}, "--nproc_per_node 1 -m train.py -n 4"),
+        ("torchrun --nproc_per_node 4 -m my.train -n 4", {}, "--nproc_per_node 1 -m my.train -n 4"),
+        ("torchrun -m my.train -n 4", {}, None),
+        ("python -m torch.distributed.run --nproc=4 train.py", {}, "run --nproc=1 train.py"),
         ("mpirun -np 4 python train.py -np 4", {}, "mpirun -np 1 python train.py -np 4"),
         ("python train.py -n 1 -g 2", SPAWNED, "python train.py -n 1 -g 2 --gpus 1"),
         ("python train.py -g 2", {"saved_by": "one device"}, None),
