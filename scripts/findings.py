@@ -516,14 +516,15 @@ def random_numbers(seen: Seen):
 
 def draws_of_steps(seen: Seen):
     """Whether steps draw random numbers, and all ranks the same."""
+    lines = steps_in_common(seen)[:5]
     # Those of the first pass: a new one draws, too.
-    by_rank = [
-        [step["states"] for step in steps[:5] if step["trains"] == steps[0]["trains"]]
-        for steps in seen.of_all("step")
-    ]
-    for states in zip(*(zip(*of_rank, strict=True) for of_rank in by_rank), strict=True):
-        # The states of a generator, which may be another one on each rank.
-        if seen.several and differ(states[0]) and not differ(states):
+    lines = [line for line in lines if line[0]["trains"] == lines[0][0]["trains"]]
+    if not seen.several or not lines:
+        return
+    for generator in range(len(lines[0][0]["states"])):
+        states = [[step["states"][generator] for step in line] for line in lines]
+        draws = differ(of_ranks[0] for of_ranks in states)
+        if draws and not any(map(differ, states)):
             yield look("all ranks draw the same random numbers in a step: seed by rank", "seed")
             return
 
