@@ -23,13 +23,21 @@ def leave_out_dropout(torch, drew=None, leave_out=True):
     """Let no mask be drawn, as each rank draws its own; call drew(input) where one would be."""
     functional = torch.nn.functional
 
-    def without(original, x, p=0.5, training=True, inplace=False):
-        if training and p and drew:
-            drew(x)
-        return original(x, p, training and not leave_out, inplace)
+    def without(name, by_default):
+        original = getattr(functional, name)
 
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
-        setattr(functional, name, functools.partial(without, getattr(functional, name)))
+        # torch.compile asks for its name.
+        @functools.wraps(original)
+        def call(x, p=0.5, training=by_default, inplace=False):
+            if training and p and drew:
+                drew(x)
+            return original(x, p, training and not leave_out, inplace)
+
+        setattr(functional, name, call)
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
+        without(name, True)
+    without("alpha_dropout", False)
     attention = functional.scaled_dot_product_attention
 
     @functools.wraps(attention)

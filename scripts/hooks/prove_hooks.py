@@ -43,6 +43,10 @@ def install_nn(module):
 
 
 def note_draw(_):
+    import torch
+
+    if torch.compiler.is_compiling():
+        return
     if recorder and recorder.evaluated:
         recorder.evaluated["modes"].add("dropout draws")
 
@@ -51,11 +55,7 @@ def install(module):
     """Let common.run tell a Recorder of each step, save and evaluation."""
     run_class = module.Run
     steps, save, batches = run_class.steps, run_class.save, run_class.batches
-    position_class = module.Position
     seed_step = module.seed_step
-
-    def short_position(sampler, *args, **kwargs):
-        return position_class(ShortEpochs(sampler), *args, **kwargs)
 
     def recorded_steps(run, train):
         global recorder
@@ -96,23 +96,34 @@ def install(module):
         if "PROVE_EVALUATE" in os.environ and recorder.steps == run.position.max_steps:
             recorder.take_weights(os.environ["PROVE_EVALUATE"])
 
-    module.Position = short_position
+    module.Position = short_epochs(module.Position)
     module.seed_step = recorded_seed_step
     run_class.steps = recorded_steps
     run_class.batches = recorded_batches
     run_class.save = recorded_save
 
 
-class ShortEpochs:
-    """A sampler, for the position of a run, with EPOCH_STEPS steps in an epoch."""
+def short_epochs(position_class):
+    """A Position with EPOCH_STEPS steps in an epoch. The rates rise as slowly as in long ones."""
 
-    def __init__(self, sampler):
-        self.sampler = sampler
-        self.length = min(sampler.length, EPOCH_STEPS * sampler.global_batch)
-        self.steps_per_epoch = self.length // sampler.global_batch
+    class ShortEpochs(position_class):
+        @property
+        def length(self):
+            return min(self.sampler.length, EPOCH_STEPS * self.sampler.global_batch)
 
-    def __getattr__(self, name):
-        return getattr(self.sampler, name)
+        @property
+        def epochs_done(self):
+            return (self.epoch * self.length + self.samples) / self.sampler.length
+
+        @property
+        def epoch_over(self):
+            return self.samples + self.sampler.global_batch > self.length
+
+        @property
+        def _steps_left_in_epoch(self):
+            return max(0, self.length - self.samples) // self.sampler.global_batch
+
+    return ShortEpochs
 
 
 def shorten(loader):
@@ -151,6 +162,8 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
+        # Before the schedule has changed them.
+        self.peaks = self.rates()
         # Checksums of the batches of a step, and of the random states that it began with.
         self.batches = []
         self.seeded = {}
@@ -188,7 +201,7 @@ class Recorder:
             "shuffled": getattr(self.run.position.sampler, "shuffle", True),
             "batch": checksum(self.batches),
             "drawn": self.drawn(),
-            "rates": self.rates(),
+            "rates": self.peaks,
             "no_longer_trained": self.no_longer_trained(),
         }
         self.batches = []
