@@ -94,7 +94,8 @@ def is_url(value) -> bool:
     return re.match(r"[A-Za-z][\w.+-]+:/", str(value)) is not None
 
 
-def whole_number(text: str, low: int, high: float = math.inf) -> int:
+def whole_number(text: str, low: int, high: int = 2**31 - 1) -> int:
+    """The number in `text`. What takes it, such as a timer, can hold no more than 31 or 63 bits."""
     value = int(text)
     if value < low:
         raise argparse.ArgumentTypeError(f"{text} is not at least {low}")

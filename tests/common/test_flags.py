@@ -63,3 +63,10 @@ def test_what_is_no_url(parser):
     args = parser.parse_args(words.split())
     assert args.log_dir == "runs/at-12:30"
     assert args.tracking == "http://host"
+
+
+@pytest.mark.parametrize("flag", ["timeout", "epochs", "max-steps", "batch-size", "log-interval"])
+def test_a_number_that_a_timer_or_a_tensor_cannot_hold(flag, parser):
+    assert vars(parser.parse_args([f"--{flag}", "2147483647"]))[flag.replace("-", "_")] == 2**31 - 1
+    with pytest.raises(InputError, match="99999999999 is above 2147483647"):
+        parser.parse_args([f"--{flag}", "99999999999"])
