@@ -65,8 +65,8 @@ CAUSES = (
     ),
     (
         RunError,
-        ("out of memory. Tried to allocate", "not enough memory: you tried to allocate"),
-        "the device has too little memory: lower --batch-size (more processes, or gradients that "
+        ("out of memory", "MemoryError: ", "DefaultCPUAllocator: ", "Cannot allocate memory"),
+        "there is too little memory: lower --batch-size (more processes, or gradients that "
         "accumulate over several batches, keep the global batch)",
     ),
     (
@@ -253,8 +253,11 @@ def explained(error: Exception) -> InputError | RunError:
     said = last_words(error)
     if isinstance(error, InputError | RunError):
         return type(error)(said)
+    # NumPy and Python say it with a type alone.
+    text = f"{type(error).__name__}: {error}"
     for kind, words, meaning in CAUSES:
-        if isinstance(error, RuntimeError | ValueError) and any(w in str(error) for w in words):
+        explains = any(word in text for word in words)
+        if explains and isinstance(error, RuntimeError | ValueError | MemoryError):
             return kind(f"{meaning} ({said})")
     tell_torchrun(said, py_callstack="".join(traceback.format_exception(error)))
     raise error
@@ -262,7 +265,7 @@ def explained(error: Exception) -> InputError | RunError:
 
 def last_words(error: Exception) -> str:
     """What it says, in one line, and without the traceback of a loader worker."""
-    text = str(error)
+    text = str(error) or type(error).__name__
     if text.startswith("Caught "):
         text = re.split(r"\n[\w.]+: ", text)[-1]
     return printable(" ".join(text.split()))

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 
+import numpy as np
 import pytest
 import torch
 from forked import ForkedJob, compute
@@ -133,7 +134,8 @@ def test_code_after_a_rank(tmp_path):
     ("error", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower --batch"),
-        (RuntimeError("[enforce] not enough memory: you tried to allocate 9 bytes"), "lower --b"),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), "lower --batch"),
+        (MemoryError(), "(MemoryError)"),
         (ValueError("Expected more than 1 value per channel when training, got"), "a larger --b"),
     ],
 )
@@ -142,6 +144,17 @@ def test_causes_that_are_explained(error, says, monkeypatch, capfd):
     with pytest.raises(SystemExit), launch.plain_exits():
         raise error
     assert says in one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty])
+def test_too_little_memory_of_the_machine(allocate, monkeypatch, capfd):
+    """What torch and NumPy say when the system refuses: no address space has so many bytes."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), launch.plain_exits():
+        allocate(2**58)
+    line = one_line(capfd.readouterr().err)
+    assert "there is too little memory: lower --batch-size" in line
+    assert "allocate" in line
 
 
 def test_an_operation_without_a_deterministic_algorithm(tmp_path):
