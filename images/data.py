@@ -1,11 +1,16 @@
 """Images in memory: a TensorDataset of uint8 [N, channels, height, width], int64 labels [N]."""
 
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from common import flags
 from common.errors import InputError
+from common.ranks import World
 
 # How the log shows the figures of a classifier.
 FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
@@ -67,6 +72,33 @@ def generate(
         images = 128 + 25 * (patterns[labels] + 2 * noise)
         sets.append(TensorDataset(images.clamp_(0, 255).to(torch.uint8), labels))
     return tuple(sets)
+
+
+def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, str]) -> None:
+    """Let rank 0 of `world` say which of the `files` in `root`, {name: MD5}, are not those of `of`.
+
+    Such as a test set that was copied over a part of the training set. Raises InputError.
+    """
+    if world is None or world.rank != 0:
+        return
+    with ThreadPoolExecutor(len(files)) as pool:
+        found = dict(zip(files, pool.map(md5_of, [root / name for name in files]), strict=True))
+    others = []
+    for name in files:
+        if found[name] != files[name]:
+            others.append(str(root / name))
+            same = [other for other in files if other != name and found[other] == found[name]]
+            if same:
+                others[-1] += f" (the same as {Path(same[0]).name})"
+    if others:
+        world.say(f"warning: by their MD5s, these are not the files of {of}: {', '.join(others)}")
+
+
+def md5_of(path: Path) -> str:
+    try:
+        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
 
 
 def checked(path, shape: tuple, read) -> TensorDataset:
