@@ -14,13 +14,12 @@ from pathlib import Path
 from filelock import SoftFileLease, Timeout
 
 from common.errors import InputError, show
+from common.process import launch
 
 # Seconds without a touch after which a file counts as left behind.
 EXPIRES = 30
 # The same for a file that does not say so: longer, as the clocks of machines differ.
 FORGOTTEN = 600
-# A function for each folder that hold() holds
-to_release = []
 
 
 def hold(folder: Path) -> None:
@@ -44,7 +43,8 @@ def hold(folder: Path) -> None:
             f"cannot write to {folder} ({error.strerror}): choose another --log-dir"
         ) from error
     # Unlike atexit, this also works in a process of mp.spawn.
-    to_release.append(multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0))
+    at_exit = multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0)
+    launch.to_give_back.append(at_exit)
 
 
 def remove_if_left_behind(lease: SoftFileLease) -> None:
@@ -59,12 +59,6 @@ def remove_if_left_behind(lease: SoftFileLease) -> None:
     with suppress(OSError):
         if time.time() - os.stat(lease.lock_file).st_mtime > FORGOTTEN:
             lease.force_break()
-
-
-def release_all() -> None:
-    """Release what hold() holds now: a notebook's process goes on after a run."""
-    while to_release:
-        to_release.pop()()
 
 
 def release(lease: SoftFileLease) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from common import results
 from common.errors import InputError, in_one_line, show
 from common.position import Position
+from common.process import launch
 
 
 class Progress(tqdm):
@@ -247,6 +248,8 @@ class Log:
             return
         if self.writer is None:
             self.writer = self.writer_class(self.folder, purge_step=self.position.steps)
+            # It has a thread.
+            launch.to_give_back.append(self.writer.close)
         for name, value in figures.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, self.position.steps)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from common import lease
 from common.errors import InputError, RunError, printable
 from common.process import signals
 from common.process.parent import RANKS, die_with_parent
@@ -38,6 +37,8 @@ SIZES = (
 OLDEST_TORCH = "2.8"
 # Enough for any run, and few enough for programs that close all one by one.
 OPEN_FILES = 65_536
+# Functions that give back what a run holds, where the process goes on: in a notebook
+to_give_back = []
 # What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
 CAUSES = (
     (
@@ -148,7 +149,7 @@ def within_other_code() -> bool:
 
 @contextmanager
 def given_back():
-    """Give the process back as it was: its signal handlers, no watchdog, no folder in use."""
+    """Give the process back as it was: its signal handlers, no watchdog, nothing held."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
     # Python can put no handler back that C code has set.
@@ -159,7 +160,9 @@ def given_back():
         end_with_a_line(explained(error))
     finally:
         faulthandler.cancel_dump_traceback_later()
-        lease.release_all()
+        while to_give_back:
+            with suppress(OSError):
+                to_give_back.pop()()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -80,6 +80,8 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 before = [signal.getsignal(number) for number in numbers]
+def writers():
+    return [thread for thread in threading.enumerate() if "Writer" in type(thread).__name__]
 print("first", run("--epochs", "1", "--log-dir", "run"))
 print("second", run("--epochs", "2", "--log-dir", "run", "--resume", "auto"))
 print("wrong", run("--epochs", "0"))
@@ -91,6 +93,7 @@ except KeyboardInterrupt:
     print("interrupted")
 time.sleep(12)
 assert [signal.getsignal(number) for number in numbers] == before
+assert not writers(), "a thread of TensorBoard is left"
 print("third", run("--epochs", "1", "--log-dir", "other", "--resume", "auto"))
 """
 
