@@ -107,6 +107,7 @@ class Run:
         if self.writes:
             # Refuses a folder that holds another run.
             checkpoint.claim(self.folder, found)
+            launch.last_checkpoint = self.folder / "last.pt"
         return found
 
     def _setup(self):
