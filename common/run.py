@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, devices, lease, schedule
+from common import checkpoint, devices, lease
 from common.data import DataObject, to_device
 from common.log import Log, new_folder
 from common.loss_scale import LossScales
@@ -125,7 +125,7 @@ class Run:
         lines = found.lines(self.position)
         if found.path:
             lines += self._other_steps(found.saved["config"])
-        return lines + schedule.warn_if_short(self.args.warmup_epochs, self.position)
+        return lines
 
     def _other_steps(self, saved):
         """A line, if the run that saved the flags `saved` had another global batch or rate."""
