@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from common import lease
+
 
 def cache_folder() -> Path:
     """The folder for what can be made again, in which no other user writes.
@@ -42,8 +44,9 @@ def write_atomically(path: Path, *parts) -> None:
 def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
     """Make a file beside `path`, which write(file) writes, and replace() renames to `path`.
 
-    Raises OSError, and what `write` raises.
+    Raises OSError, RunError as lease.require() does, and what `write` raises.
     """
+    lease.require(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     # One that a crash left may have another name by now: its content stays as it is. So does the
     # file behind a link that somebody else made there.
@@ -61,13 +64,15 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
 
 
 def replace(partial: Path, path: Path) -> None:
-    """Give the file `partial` the name `path`; raises OSError."""
+    """Give the file `partial` the name `path`; raises OSError and RunError."""
+    lease.require(path.parent)
     os.replace(partial, path)
     sync_folder(path.parent)
 
 
 def link_or_copy(there: Path, path: Path) -> None:
-    """Let `path` be another name of the file `there`, or a copy of it; raises OSError."""
+    """Let `path` be another name of the file `there`, or a copy; raises OSError and RunError."""
+    lease.require(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
@@ -78,6 +83,7 @@ def link_or_copy(there: Path, path: Path) -> None:
             shutil.copyfileobj(file, copy)
             copy.flush()
             os.fsync(copy.fileno())
+    lease.require(path.parent)
     os.replace(partial, path)
     # If both names already meant one file, os.replace has done nothing.
     partial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import results
+from common import lease, results
 from common.errors import InputError, in_one_line, show
 from common.position import Position
 from common.process import launch
@@ -128,6 +128,7 @@ class Log:
         line = json.dumps({**place, **content}, default=str)
         # On a disk that was full, a part of a line may be before it.
         start = "\n" if self.warned else ""
+        lease.require(self.folder)
         with open(self.folder / "results.jsonl", "a") as file:
             file.write(f"{start}{line}\n")
 
