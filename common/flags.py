@@ -13,10 +13,10 @@ OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
+    """Shows the defaults of flags with a value, and the docstring of the recipe as it is."""
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False:
+        if action.default is None or isinstance(action.default, bool):
             return action.help
         return super()._get_help_string(action)
 
