@@ -224,7 +224,7 @@ def test_tiny_shared_memory(tree, tmp_path):
 def test_stacks_of_ranks_and_the_death_of_one(tmp_path):
     """SIGUSR2 to all processes of a job shows where each rank is, and training goes on.
 
-    If one is killed, the others end.
+    If one is killed, the others end, and the one that saves says how to continue.
     """
     command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 2000 --log-dir log"
     job = ForkedJob(command, tmp_path)
@@ -237,7 +237,8 @@ def test_stacks_of_ranks_and_the_death_of_one(tmp_path):
     epochs = job.output().count("epoch ")
     job.wait_for(f"epoch {epochs + 2}/2000")
     assert "ddp_spawn.py" in job.output()
-    rank, _ = psutil.Process(job.process.pid).children()
-    rank.kill()
+    _, last_rank = psutil.Process(job.process.pid).children()
+    last_rank.kill()
     assert job.finish() == 1
+    assert ": continue with --resume log/last.pt\n" in job.output()
     assert good(tmp_path / "log")
