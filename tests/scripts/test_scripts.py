@@ -234,8 +234,14 @@ def test_pin(start, tmp_path):
 
 
 def test_horovod_from_another_file(tmp_path):
+    """It also says how long it has taken."""
     (tmp_path / "other.tar.gz").write_text("another version")
-    # `true` in place of Python: all that is asked of it succeeds.
-    variables = {"HOROVOD_SDIST": "other.tar.gz", "PYTHON": "true"}
+    # In place of Python: all that is asked of it succeeds, and pip takes a moment.
+    fake = tmp_path / "python"
+    clock = 'exec python3 "$@"'
+    fake.write_text(f"#!/bin/sh\ncase $* in *minutes*) {clock};; *pip*) sleep 1;; esac\n")
+    fake.chmod(0o755)
+    variables = {"HOROVOD_SDIST": "other.tar.gz", "PYTHON": str(fake)}
     shown = run(f"{ROOT}/scripts/install_horovod.sh", tmp_path, status=1, **variables)
     assert "other.tar.gz: FAILED" in shown
+    assert shown.startswith("building Horovod: 0 min so far")
