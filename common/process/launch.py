@@ -24,7 +24,7 @@ import torch
 
 from common.errors import InputError, RunError, printable, show
 from common.process import signals
-from common.process.parent import RANKS, die_with_parent
+from common.process.parent import RANKS, die_with_parent, launched
 
 # torchrun, horovodrun, Open MPI, MPICH, and a step of SLURM
 SIZES = (
@@ -183,6 +183,9 @@ def end_with_a_line(error: InputError | RunError) -> None:
     # At once: as rank 0 fails, its launcher ends the others.
     tell_torchrun(str(error))
     rank = launched_rank()
+    if within_other_code() and not launched():
+        # A notebook goes on, whatever RANK it has.
+        rank = None
     if rank:
         # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
         time.sleep(3)

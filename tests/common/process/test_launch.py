@@ -84,7 +84,9 @@ def writers():
     return [thread for thread in threading.enumerate() if "Writer" in type(thread).__name__]
 print("first", run("--epochs", "1", "--log-dir", "run"))
 print("second", run("--epochs", "2", "--log-dir", "run", "--resume", "auto"))
+os.environ["RANK"] = "0"
 print("wrong", run("--epochs", "0"))
+del os.environ["RANK"]
 threading.Thread(target=interrupt, daemon=True).start()
 try:
     # The watchdog of an interrupted run would end the process.
