@@ -1,10 +1,15 @@
 """The device of a process, and what makes it fast."""
 
+import atexit
 import ctypes
 import os
+import platform
 import re
 import shutil
+import tempfile
+import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -210,8 +215,39 @@ def compile_model(model: torch.nn.Module) -> None:
     """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
-    # The default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
-    # what it finds there.
-    with suppress(RuntimeError):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder_for_kernels())
     model.compile()
+
+
+def folder_for_kernels() -> Path:
+    """A folder for what torch.compile makes, of this kind of CPU. Raises InputError.
+
+    torch's default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
+    what it finds there. Where the cache folder cannot be written, it is a new one of this process.
+    """
+    with suppress(RuntimeError, OSError):
+        folder = cache_folder() / "torchinductor" / kind_of_cpu()
+        folder.mkdir(parents=True, exist_ok=True)
+        # g++ gets names with a space as two.
+        if os.access(folder, os.W_OK) and not re.search(r"\s", str(folder)):
+            return folder
+    try:
+        folder = tempfile.mkdtemp(prefix="torchinductor-")
+    except OSError as error:
+        raise InputError(
+            f"--compile needs a folder ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def kind_of_cpu() -> str:
+    """The same for CPUs of one kind: nodes of others can share a home, and kernels are for one."""
+    kind = platform.machine()
+    # Only Linux has it.
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        of_kind = re.findall("^(?:model name|flags|Features).*", text, re.MULTILINE)
+        kind += f"-{zlib.crc32(repr(sorted(set(of_kind))).encode()):08x}"
+    return kind

@@ -133,3 +133,28 @@ def test_cores_of_a_process_of_mp_spawn(monkeypatch):
     monkeypatch.setattr(devices, "own_cores", lambda process=0: list(range(32)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert devices.cores_per_process(4) == 8
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "a home"])
+def test_kernels_of_a_home_that_does_not_work(home, tmp_path, monkeypatch):
+    """It cannot be written, or has a space: then they are in a folder of this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    removed = []
+    monkeypatch.setattr(devices.atexit, "register", lambda _, folder, **__: removed.append(folder))
+    folder = devices.folder_for_kernels()
+    assert removed == [str(folder)]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+def test_kernels_of_each_kind_of_cpu(tmp_path, monkeypatch):
+    """Nodes that share a home can have others, and would run instructions that they lack."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = devices.folder_for_kernels()
+    assert own == devices.folder_for_kernels()
+    monkeypatch.setattr(devices.Path, "read_text", lambda path: "flags : avx2\nflags : avx2\n")
+    other = devices.folder_for_kernels()
+    assert other != own
+    assert other.parent == own.parent == tmp_path / "torchinductor"
