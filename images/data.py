@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 from common import flags
 from common.errors import InputError
+from common.files import patiently, read_regular
 from common.ranks import World
 
 # How the log shows the figures of a classifier.
@@ -96,7 +97,7 @@ def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, 
 
 def md5_of(path: Path) -> str:
     try:
-        return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+        return hashlib.md5(read_regular(path), usedforsecurity=False).hexdigest()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
 
@@ -107,12 +108,14 @@ def checked(path, shape: tuple, read) -> TensorDataset:
     Raises InputError if they are damaged: other types, shapes or labels than 0..9.
     """
     try:
-        images, labels = read()
+        images, labels = patiently(read)
         if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
             raise ValueError(f"{list(images.shape)} images of {images.dtype}, {len(labels)} labels")
         if not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError(f"labels in {labels.min()}..{labels.max()}")
         return TensorDataset(images, labels)
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
     # A damaged file can raise anything.
     except Exception as error:
         raise InputError(

@@ -152,7 +152,7 @@ def test_nothing_is_written_in_a_folder_that_another_process_has_taken(tmp_path,
         lambda: files.replace(partial, folder / "last.pt"),
         lambda: files.link_or_copy(folder / "last.pt", folder / "best.pt"),
     ):
-        with pytest.raises(RunError, match="process 99999999 on other has taken .*log from this"):
+        with pytest.raises(RunError, match=r"process 99999999 on other has taken .*log from this"):
             write()
     assert everything(folder) == before
     (folder / ".in-use").write_text(held)
