@@ -60,7 +60,8 @@ def remove_if_left_behind(lease: SoftFileLease) -> None:
         # filelock takes it over.
         return
     with suppress(OSError):
-        if time.time() - os.stat(lease.lock_file).st_mtime > FORGOTTEN:
+        # A clock that was wrong may have left a time to come.
+        if abs(time.time() - os.stat(lease.lock_file).st_mtime) > FORGOTTEN:
             lease.force_break()
 
 

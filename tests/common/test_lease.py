@@ -123,12 +123,16 @@ OTHER = "filelock/2\npid=99999999\nhost=other\nmode=lease\ntoken={}\nduration=60
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("touched", [0, 4_000_000_000])
 @pytest.mark.parametrize("content", ["", OTHER.format("5" * 32), "junk"])
-def test_a_file_that_names_no_owner(content, tmp_path):
-    """A power cut leaves an empty one. It counts as left behind, but not while it is new."""
+def test_a_file_that_names_no_owner(content, touched, tmp_path):
+    """A power cut leaves an empty one. It counts as left behind, but not while it is new.
+
+    proper-lockfile 109: a clock that was ahead leaves it in the future.
+    """
     path = tmp_path / ".in-use"
     path.write_text(content)
-    os.utime(path, (0, 0))
+    os.utime(path, (touched, touched))
     with lease.held(path):
         assert path.read_text() != content
     path.write_text(content)
