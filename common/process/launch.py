@@ -42,6 +42,8 @@ OPEN_FILES = 65_536
 last_checkpoint: Path | None = None
 # Functions that give back what a run holds, where the process goes on: in a notebook
 to_give_back = []
+# The types of what CAUSES explain
+KINDS = (RuntimeError, ValueError, MemoryError, BlockingIOError)
 # What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
 CAUSES = (
     (
@@ -60,6 +62,12 @@ CAUSES = (
         ("Bus error", "unable to allocate shared memory"),
         "a loader worker found no room in /dev/shm: give the container more (docker run "
         "--shm-size=8g; in Kubernetes an emptyDir with medium: Memory), or use fewer --workers",
+    ),
+    (
+        RunError,
+        ("BlockingIOError: ", "can't start new thread"),
+        "no more processes or threads may be started here: use fewer --workers, set "
+        "OMP_NUM_THREADS=1, or raise the limit (ulimit -u, docker run --pids-limit)",
     ),
     (RunError, ("DataLoader worker (pid",), "a loader worker has ended"),
     (
@@ -293,7 +301,7 @@ def explained(error: Exception) -> InputError | RunError:
     text = f"{type(error).__name__}: {error}"
     for kind, words, meaning in CAUSES:
         explains = any(word in text for word in words)
-        if explains and isinstance(error, RuntimeError | ValueError | MemoryError):
+        if explains and isinstance(error, KINDS):
             how = how_to_continue() if kind is RunError else ""
             return kind(f"{meaning} ({said}){how}")
     tell_torchrun(said, py_callstack="".join(traceback.format_exception(error)))

@@ -141,6 +141,8 @@ def test_code_after_a_rank(tmp_path):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower --batch"),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), "lower --batch"),
         (MemoryError(), "(MemoryError)"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "fewer --workers"),
+        (RuntimeError("can't start new thread"), "fewer --workers"),
         (ValueError("Expected more than 1 value per channel when training, got"), "a larger --b"),
     ],
 )
