@@ -18,6 +18,7 @@ from common.errors import InputError, RunError, brief, in_one_line
 from common.files import (
     link_or_copy,
     patiently,
+    read_regular,
     read_surely,
     replace,
     write_atomically,
@@ -295,18 +296,18 @@ def claim(folder: Path, found: Found) -> None:
     """
     damaged = [path for path, _ in found.damaged]
     there = [folder / name for name in NAMES]
-    in_the_way = next((path for path in there if path.exists() and path not in damaged), None)
-    if in_the_way and found.path and in_the_way.samefile(found.path):
-        in_the_way = None
     results = folder / "results.jsonl"
-    if found.path is None and results.exists() and b'"evaluation"' in results.read_bytes():
-        in_the_way = results
-    if in_the_way:
-        raise InputError(
-            f"{in_the_way} is from another run, or newer than --resume, and would be overwritten: "
-            "choose another --log-dir, or --resume auto"
-        )
     try:
+        in_the_way = next((path for path in there if path.exists() and path not in damaged), None)
+        if in_the_way and found.path and in_the_way.samefile(found.path):
+            in_the_way = None
+        if found.path is None and results.exists() and b'"evaluation"' in read_regular(results):
+            in_the_way = results
+        if in_the_way:
+            raise InputError(
+                f"{in_the_way} is from another run, or newer than --resume, and would be "
+                "overwritten: choose another --log-dir, or --resume auto"
+            )
         for path in damaged:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")
