@@ -28,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, TensorLoader, seed_of, to_device
+from common.data import DataObject, EpochSampler, TensorLoader, read_array, seed_of, to_device
 from common.errors import InputError, in_one_line
-from common.files import read_surely
 from common.metadata import Metadata
 from common.metrics import Sums, in_order
 from common.process import launch
@@ -69,7 +68,7 @@ def parse_args():
 def read_points(path):
     """The numbers in the file `path`, float64 [points, columns]; raises InputError."""
     try:
-        points = read_surely(path, read_array)
+        points = read_array(path)
         # Also integers, but no text, and no complex numbers.
         points = points.astype(np.float64, casting="same_kind")
         if points.ndim != 2:
@@ -84,14 +83,6 @@ def read_points(path):
             "[points, columns]"
         ) from error
     return points
-
-
-def read_array(path, mapped):
-    """The array in a .npy file; reads no pickle."""
-    if mapped:
-        return np.lib.format.open_memmap(path, mode="r")
-    with open(path, "rb") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def generate(count, seed):
