@@ -153,8 +153,13 @@ def within_other_code() -> bool:
     frame = sys._getframe()
     callers = []
     while frame:
+        module = frame.f_globals.get("__name__")
+        caller = frame.f_code.co_name
+        # torchrun --run-path waits for what this function hands on.
+        if module == "torch.distributed.elastic.multiprocessing.api" and caller == "_wrap":
+            return True
         # `python -m` is runpy, and a with block contextlib.
-        if frame.f_globals.get("__name__") not in (__name__, "contextlib", "runpy"):
+        if module not in (__name__, "contextlib", "runpy"):
             callers.append(frame)
         frame = frame.f_back
     return len(callers) > 1 and multiprocessing.parent_process() is None

@@ -135,6 +135,13 @@ def test_code_after_a_rank(tmp_path):
     assert (tmp_path / "profile").stat().st_size
 
 
+def test_run_path_of_torchrun(tmp_path):
+    """It waits for what a function around the script hands on, after the script."""
+    flags = "--synthetic 320 --model lenet --device cpu --dry-run"
+    torchrun = "torchrun --standalone --nproc-per-node=2 --run-path"
+    assert " | val loss " in run(f"{torchrun} {ROOT}/mnist/ddp_launch.py {flags}", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
