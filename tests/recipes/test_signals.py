@@ -42,6 +42,8 @@ def test_ctrl_c(launcher, tmp_path):
     status = job.finish()
     # horovodrun ends with 0 if it notices the signal before its ranks
     assert status != 0 or launcher == "hvd_gloo"
+    # horovodrun and mpirun send SIGTERM to their ranks, which save.
+    assert ": continue with --resume log/last.pt\n" in job.output()
     of_a_rank = re.findall(r'File "[^"]*/(?:mnist|common)/', job.output())
     assert not of_a_rank, "no rank prints a traceback"
     # torchrun and horovodrun end with one
