@@ -38,6 +38,8 @@ HOOKS = ROOT / "scripts" / "hooks"
 ROUNDING = 2e-3
 ROUNDING_OF_ADAM = 3e-2
 ROUNDING_IN_16_BITS = 0.1
+# The status of a run that took too long, as timeout has it.
+TOO_LONG = 124
 
 
 class Runs:
@@ -86,7 +88,9 @@ class Runs:
             shutil.rmtree(new, ignore_errors=True)
 
     def said(self, name: str) -> str:
-        """The line in which a run names its error, or its last one."""
+        """Why the last run has failed: the line that names its error, or its last one."""
+        if self.status == TOO_LONG:
+            return f"it took longer than {self.limit:.0f} s"
         lines = (self.folder / name / "output").read_text(errors="replace").splitlines()
         named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
         errors = [line for line in lines if named.match(line) and "elastic" not in line]
@@ -109,7 +113,7 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
-        return 124
+        return TOO_LONG
     finally:
         if process.poll() is None:
             # Launchers end their ranks.

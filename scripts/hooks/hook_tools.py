@@ -59,21 +59,23 @@ def split_batch_norm(torch):
     def of_sample(x, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
         if not training:
             return of_batch(x, mean, var, weight, bias, training, momentum, eps)
-        # Apex has weights of another type here than activations.
-        values = x if weight is None else x.to(weight.dtype)
-        return functional.group_norm(values, 1, weight, bias, eps).to(x.dtype)
+        return normalise(x, weight, bias, eps)
 
     functional.batch_norm = of_sample
 
 
 def normalise_each_sample(batch_norm, x):
-    """In place of its forward: with the mean and the variance of a sample's channels."""
+    """In place of the forward of a BatchNorm."""
+    return normalise(x, batch_norm.weight, batch_norm.bias, batch_norm.eps)
+
+
+def normalise(x, weight, bias, eps):
+    """With the mean and the variance of a sample's channels."""
     from torch.nn import functional
 
-    weight, bias = batch_norm.weight, batch_norm.bias
     # Apex has weights of another type here than activations.
     values = x if weight is None else x.to(weight.dtype)
-    return functional.group_norm(values, 1, weight, bias, batch_norm.eps).to(x.dtype)
+    return functional.group_norm(values, 1, weight, bias, eps).to(x.dtype)
 
 
 def is_tensor(value):
