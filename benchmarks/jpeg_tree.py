@@ -62,6 +62,8 @@ def main():
     parser.add_argument("--images", type=int, default=400, help="for training (default: 400)")
     parser.add_argument("--classes", type=int, default=4, help="(default: 4)")
     args = parser.parse_args()
+    if not args.folder:
+        parser.error("DIR is empty: give a path, or set the variable that has it")
     mean = make(args.folder, args.images, args.classes)
     print(
         f"{args.images} images for training and {args.images // 5} for validation in "

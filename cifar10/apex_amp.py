@@ -23,7 +23,12 @@ del sys.path[2]
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from apex import amp, parallel  # amp: tag 25.05, see docs/install.md; PyPI's is another package
+
+# amp: --help works without it, and connect() says how to get it. PyPI's apex is another package.
+try:
+    from apex import amp, parallel
+except ImportError:
+    amp = None
 
 import cifar  # beside this file; scripts/take.py copies it along
 from common import devices, flags, schedule
@@ -52,7 +57,7 @@ def parse_args():
 
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
-    train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed)
+    train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed, world)
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
@@ -89,6 +94,9 @@ def evaluate(model, val, run):
 
 def connect(args):
     """Join the other processes; return this one among them."""
+    # amp: tags after 25.05 have none.
+    if amp is None:
+        raise InputError("Apex with amp is not installed: see docs/install.md")
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
     # dist: one device per process, before the group is made; else all open a context on GPU 0.

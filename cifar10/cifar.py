@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from common.data import TensorLoader, seed_of
 from common.metadata import Metadata
+from common.ranks import World
 from images import data, models
 from images.download import download
 
@@ -44,10 +45,13 @@ def add_flags(parser):
     data.add_flags(parser, "folder of CIFAR-10, which is downloaded if missing")
 
 
-def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
+def load(
+    folder: str, synthetic: int | None, seed: int, world: World | None = None
+) -> tuple[TensorDataset, TensorDataset]:
     """CIFAR-10: 50,000 training and 10,000 validation images, uint8 [3, 32, 32], with labels 0..9.
 
     It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
+    `world` says which files are not those of CIFAR-10: one's own images may be in their place.
     Raises InputError if files are damaged, or missing. Source: A. Krizhevsky, 2009.
     """
     if synthetic:
@@ -61,6 +65,9 @@ def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, 
 
     root = Path(folder)
     download(root, TRAIN_FILES + VAL_FILES, fetch)
+    md5s = [md5 for _, md5 in CIFAR10.train_list + CIFAR10.test_list]
+    files = dict(zip(TRAIN_FILES + VAL_FILES, md5s, strict=True))
+    data.say_what_differs(world, "CIFAR-10", root, files)
     train_set, val_set = (
         data.checked(root / files[0], (3, 32, 32), functools.partial(read, root, files))
         for files in (TRAIN_FILES, VAL_FILES)

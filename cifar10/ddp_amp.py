@@ -52,7 +52,7 @@ def parse_args():
 
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
-    train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed)
+    train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed, world)
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.

@@ -1,5 +1,6 @@
 """Checkpoints: last.pt, previous.pt and best.pt. A crash at any moment leaves a good one."""
 
+import errno
 import json
 import time
 import zipfile
@@ -14,7 +15,15 @@ import torch
 
 from common import optimizers, untrusted
 from common.errors import InputError, RunError, brief, in_one_line
-from common.files import link_or_copy, replace, write_atomically, write_beside
+from common.files import (
+    link_or_copy,
+    patiently,
+    read_regular,
+    read_surely,
+    replace,
+    write_atomically,
+    write_beside,
+)
 from common.ranks import World, all_same
 
 FORMAT = 6
@@ -60,7 +69,8 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
     untrusted.refuse_absurd_values(state)
     content = {"format": FORMAT, "config": as_json(config), **state}
     last = folder / "last.pt"
-    try:
+
+    def write():
         partial = write_beside(last, lambda file: write_tensors(content, file))
         # First: a run that goes on from the new last.pt counts on it.
         if is_best:
@@ -68,6 +78,9 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
         if last.exists():
             link_or_copy(last, folder / "previous.pt")
         replace(partial, last)
+
+    try:
+        patiently(write)
     except OSError as error:
         for name in NAMES:
             # Frees their space on a full disk.
@@ -105,25 +118,36 @@ def as_json(config: dict) -> dict:
 def read(path: Path) -> tuple[dict, int]:
     """Return (the dict in the file `path`, a fingerprint of the file).
 
-    Raises OSError or CorruptCheckpoint.
+    Raises CorruptCheckpoint for wrong content alone, and OSError for what the machine refuses.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            untrusted.refuse_compressed(archive)
-            entries = archive.infolist()
-            # torch.load ignores CRC-32s, and reads an entry that is a folder (16) as zeros.
-            if archive.testzip() or any(entry.external_attr & 16 for entry in entries):
-                raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
-        checksums = [entry.CRC for entry in entries]
-        saved = untrusted.load(path)
-        saved["format"] = int(saved["format"])
-    except (OSError, MemoryError, CorruptCheckpoint):
+        return read_surely(path, parse)
+    except (MemoryError, CorruptCheckpoint):
+        raise
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.EINVAL):
+            raise CorruptCheckpoint("it is no regular file") from error
         raise
     # A file that torch.save did not write can raise anything.
     except Exception as error:
+        if "allocate memory" in str(error):
+            raise
         raise CorruptCheckpoint(
             f"it is damaged, or not a checkpoint ({type(error).__name__})"
         ) from error
+
+
+def parse(path: Path, mapped: bool) -> tuple[dict, int]:
+    """What read() returns; raises anything."""
+    with zipfile.ZipFile(path) as archive:
+        untrusted.refuse_compressed(archive)
+        entries = archive.infolist()
+        # torch.load ignores CRC-32s, and reads an entry that is a folder (16) as zeros.
+        if archive.testzip() or any(entry.external_attr & 16 for entry in entries):
+            raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
+    checksums = [entry.CRC for entry in entries]
+    saved = untrusted.load(path, mapped)
+    saved["format"] = int(saved["format"])
     return saved, zlib.crc32(repr(checksums).encode())
 
 
@@ -154,10 +178,10 @@ def find(resume: str, folder: Path | None) -> Found:
             return Found(path, *read(path), damaged)
         except FileNotFoundError:
             continue
-        except PermissionError as error:
+        except OSError as error:
             # It may be good.
             raise InputError(f"--resume auto: {path}: {reason_of(error)}") from error
-        except (OSError, CorruptCheckpoint) as error:
+        except CorruptCheckpoint as error:
             damaged.append((path, reason_of(error)))
     for path in (Path(folder, f"{name}.damaged") for name in NAMES):
         if path.exists():
@@ -272,18 +296,18 @@ def claim(folder: Path, found: Found) -> None:
     """
     damaged = [path for path, _ in found.damaged]
     there = [folder / name for name in NAMES]
-    in_the_way = next((path for path in there if path.exists() and path not in damaged), None)
-    if in_the_way and found.path and in_the_way.samefile(found.path):
-        in_the_way = None
     results = folder / "results.jsonl"
-    if found.path is None and results.exists() and b'"evaluation"' in results.read_bytes():
-        in_the_way = results
-    if in_the_way:
-        raise InputError(
-            f"{in_the_way} is from another run, or newer than --resume, and would be overwritten: "
-            "choose another --log-dir, or --resume auto"
-        )
     try:
+        in_the_way = next((path for path in there if path.exists() and path not in damaged), None)
+        if in_the_way and found.path and in_the_way.samefile(found.path):
+            in_the_way = None
+        if found.path is None and results.exists() and b'"evaluation"' in read_regular(results):
+            in_the_way = results
+        if in_the_way:
+            raise InputError(
+                f"{in_the_way} is from another run, or newer than --resume, and would be "
+                "overwritten: choose another --log-dir, or --resume auto"
+            )
         for path in damaged:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")

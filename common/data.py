@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from common.errors import InputError
+from common.files import read_surely
 
 # The batches that TensorLoader picks at once.
 AT_ONCE = 32
@@ -167,6 +168,18 @@ def random_state(seed: int):
         finally:
             np.random.set_state(numpy_state)
             random.setstate(python_state)
+
+
+def read_array(path: str) -> np.ndarray:
+    """The array in a .npy file, mapped where it can be; reads no pickle. Raises anything."""
+
+    def read(path, mapped):
+        if mapped:
+            return np.lib.format.open_memmap(path, mode="r")
+        with open(path, "rb") as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+    return read_surely(path, read)
 
 
 def seed_of(*numbers: int) -> int:

@@ -1,10 +1,15 @@
 """The device of a process, and what makes it fast."""
 
+import atexit
 import ctypes
 import os
+import platform
 import re
 import shutil
+import tempfile
+import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -23,6 +28,9 @@ LOCAL_SIZES = (
     # Such as 4(x2), on two machines.
     "SLURM_STEP_TASKS_PER_NODE",
 )
+
+# What limits this container
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def use(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -107,7 +115,24 @@ def cores_per_process(processes: int | None = None) -> int:
         bound = started_by_srun() or set(own) < set(own_cores(os.getppid()))
     share = len(own) if bound else len(own) // processes
     # A launcher can also bind several processes to the same cores, such as those of a socket.
-    return max(1, min(share, os.cpu_count() // processes))
+    return max(1, min(share, cores_of_machine() // processes))
+
+
+def cores_of_machine() -> int:
+    """The cores of the machine, or those whose time a container may use (docker run --cpus)."""
+    count = os.cpu_count()
+    with suppress(OSError, ValueError):
+        # Or "max", without a limit.
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        count = min(count, int(quota) // int(period))
+    # Version 1 of cgroups.
+    with suppress(OSError, ValueError):
+        folder = CGROUP / "cpu"
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+        if quota > 0:
+            count = min(count, quota // period)
+    return max(1, count)
 
 
 def started_by_srun() -> bool:
@@ -120,9 +145,11 @@ def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
     # OpenMP ignores what is no number, and then each process would use all cores.
     is_set = re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", ""))
-    # One process keeps what torch has chosen.
-    if local_world_size > 1 and not is_set:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))
+    chosen = torch.get_num_threads()
+    share = max(1, min(chosen, cores_of_machine()) // local_world_size)
+    # One process without a limit keeps what torch has chosen.
+    if share < chosen and not is_set:
+        torch.set_num_threads(share)
 
 
 def describe(device: torch.device) -> str:
@@ -167,8 +194,10 @@ def keep_freed_memory(libc: ctypes.CDLL) -> None:
 def schedule_as_batch(libc: ctypes.CDLL) -> None:
     """Let no thread of this process interrupt the one that wakes it (docs/cpu.md)."""
     no_priority = bytes(4)
-    for thread in os.listdir("/proc/self/task"):
-        libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)
+    # A chroot may have no /proc.
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            libc.sched_setscheduler(int(thread), os.SCHED_BATCH, no_priority)
 
 
 def warn_if_slow(world: World, dtype: torch.dtype) -> None:
@@ -210,8 +239,39 @@ def compile_model(model: torch.nn.Module) -> None:
     """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
-    # The default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
-    # what it finds there.
-    with suppress(RuntimeError):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder_for_kernels())
     model.compile()
+
+
+def folder_for_kernels() -> Path:
+    """A folder for what torch.compile makes, of this kind of CPU. Raises InputError.
+
+    torch's default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
+    what it finds there. Where the cache folder cannot be written, it is a new one of this process.
+    """
+    with suppress(RuntimeError, OSError):
+        folder = cache_folder() / "torchinductor" / kind_of_cpu()
+        folder.mkdir(parents=True, exist_ok=True)
+        # g++ gets names with a space as two.
+        if os.access(folder, os.W_OK) and not re.search(r"\s", str(folder)):
+            return folder
+    try:
+        folder = tempfile.mkdtemp(prefix="torchinductor-")
+    except OSError as error:
+        raise InputError(
+            f"--compile needs a folder ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR"
+        ) from error
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def kind_of_cpu() -> str:
+    """The same for CPUs of one kind: nodes of others can share a home, and kernels are for one."""
+    kind = platform.machine()
+    # Only Linux has it.
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        of_kind = re.findall("^(?:model name|flags|Features).*", text, re.MULTILINE)
+        kind += f"-{zlib.crc32(repr(sorted(set(of_kind))).encode()):08x}"
+    return kind

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 from common.errors import InputError
@@ -14,10 +13,10 @@ OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults of flags that have one, and the docstring of the recipe as it is."""
+    """Shows the defaults of flags with a value, and the docstring of the recipe as it is."""
 
     def _get_help_string(self, action):
-        if action.default is None or action.default is False:
+        if action.default is None or isinstance(action.default, bool):
             return action.help
         return super()._get_help_string(action)
 
@@ -27,7 +26,7 @@ class Parser(argparse.ArgumentParser):
 
     What is trained, and how, are its flags; `task` is the name of that. A run that resumes needs
     the same ones. The flags of add_run_group() may differ: they are about this run.
-    A flag that takes a path refuses a URL.
+    A flag that takes a path refuses a URL and an empty text, and ~ is a home.
     """
 
     def __init__(self, doc: str, task: str = ""):
@@ -53,14 +52,21 @@ class Parser(argparse.ArgumentParser):
 
         return add_argument
 
+    def _get_value(self, action, arg_string):
+        """What the text of a flag means; here all of them pass."""
+        if takes_path(action):
+            name = "/".join(action.option_strings) or action.dest
+            # A default may be empty.
+            if not arg_string and action.default != "":
+                self.error(f"{name} is empty: give a path, or set the variable that has it")
+            if is_url(arg_string):
+                self.error(f"{name} {arg_string}: give a local path, as no URL is read or written")
+            # A shell leaves ~ as it is in --flag=~/folder and in quotes.
+            arg_string = os.path.expanduser(arg_string)
+        return super()._get_value(action, arg_string)
+
     def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        parsed, rest = super().parse_known_args([with_home(word) for word in words], namespace)
-        for action in self._actions:
-            value = vars(parsed).get(action.dest)
-            if takes_path(action) and is_url(value):
-                name = "/".join(action.option_strings) or action.dest
-                self.error(f"{name} {value}: give a local path, as no URL is read or written")
+        parsed, rest = super().parse_known_args(args, namespace)
         # A list, as the order of a set differs between processes.
         parsed.may_change = sorted(self.may_change)
         return parsed, rest
@@ -75,26 +81,19 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} ({hint})")
 
 
-def with_home(word: str) -> str:
-    """A shell leaves ~ as it is in --flag=~/folder."""
-    flag, _, value = word.partition("=")
-    if flag.startswith("--") and value.startswith("~"):
-        return f"{flag}={os.path.expanduser(value)}"
-    return word
-
-
 def takes_path(action: argparse.Action) -> bool:
     """Whether its value is a path: a Path, a FILE, a DIR, or the value of --...-dir."""
     is_path = action.type is Path or action.metavar in ("FILE", "DIR")
     return is_path or action.dest.endswith("_dir")
 
 
-def is_url(value) -> bool:
-    """Such as s3://bucket/run, which would become a local folder s3:; a Path drops the second /."""
-    return re.match(r"[A-Za-z][\w.+-]+:/", str(value)) is not None
+def is_url(text: str) -> bool:
+    """Such as s3://bucket/run, which would become a local folder s3:."""
+    return re.match(r"[A-Za-z][\w.+-]+:/", text) is not None
 
 
-def whole_number(text: str, low: int, high: float = math.inf) -> int:
+def whole_number(text: str, low: int, high: int = 2**31 - 1) -> int:
+    """The number in `text`. What takes it, such as a timer, can hold no more than 31 or 63 bits."""
     value = int(text)
     if value < low:
         raise argparse.ArgumentTypeError(f"{text} is not at least {low}")

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from filelock import SoftFileLease, Timeout
 
-from common.errors import InputError, show
+from common.errors import InputError, RunError, show
+from common.process import launch
 
 # Seconds without a touch after which a file counts as left behind.
 EXPIRES = 30
 # The same for a file that does not say so: longer, as the clocks of machines differ.
 FORGOTTEN = 600
-# A function for each folder that hold() holds
-to_release = []
+# What hold() holds, and the token in the file that says so
+mine: dict[Path, tuple[SoftFileLease, str]] = {}
 
 
 def hold(folder: Path) -> None:
@@ -43,8 +44,10 @@ def hold(folder: Path) -> None:
         raise InputError(
             f"cannot write to {folder} ({error.strerror}): choose another --log-dir"
         ) from error
+    mine[folder] = lease, lease.token
     # Unlike atexit, this also works in a process of mp.spawn.
-    to_release.append(multiprocessing.util.Finalize(None, release, (lease,), exitpriority=0))
+    at_exit = multiprocessing.util.Finalize(None, release, (folder,), exitpriority=0)
+    launch.to_give_back.append(at_exit)
 
 
 def remove_if_left_behind(lease: SoftFileLease) -> None:
@@ -57,18 +60,33 @@ def remove_if_left_behind(lease: SoftFileLease) -> None:
         # filelock takes it over.
         return
     with suppress(OSError):
-        if time.time() - os.stat(lease.lock_file).st_mtime > FORGOTTEN:
+        # A clock that was wrong may have left a time to come.
+        if abs(time.time() - os.stat(lease.lock_file).st_mtime) > FORGOTTEN:
             lease.force_break()
 
 
-def release_all() -> None:
-    """Release what hold() holds now: a notebook's process goes on after a run."""
-    while to_release:
-        to_release.pop()()
+def require(folder: Path) -> None:
+    """Raise RunError if this process holds `folder`, and another one has taken it meanwhile.
+
+    It may have been suspended: then it must not write over what the other one has written.
+    """
+    if folder not in mine:
+        return
+    lease, token = mine[folder]
+    for _ in range(10):
+        owner = lease.owner
+        if owner and owner.token == token:
+            return
+        # Who wants the folder can move the file aside for a moment.
+        time.sleep(0.1)
+    raise RunError(
+        f"{owner_of(lease)} has taken {folder} from this one, which writes no more there"
+    )
 
 
-def release(lease: SoftFileLease) -> None:
+def release(folder: Path) -> None:
     """Delete its file; where that fails, it counts as left behind after a while."""
+    lease, _ = mine.pop(folder)
     with suppress(OSError):
         lease.release()
 

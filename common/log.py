@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import results
+from common import lease, results
 from common.errors import InputError, in_one_line, show
 from common.position import Position
+from common.process import launch
 
 
 class Progress(tqdm):
@@ -24,7 +25,7 @@ class Progress(tqdm):
     monitor_interval = 0
 
     def __init__(self, *args, **options):
-        self.in_lines = not sys.stderr.isatty()
+        self.in_lines = not shows_bars()
         if self.in_lines:
             options |= {"mininterval": 30, "delay": 30}
         super().__init__(*args, leave=False, **options)
@@ -35,6 +36,18 @@ class Progress(tqdm):
             super().display(msg, pos)
         elif msg is None:
             show(str(self))
+
+
+def shows_bars() -> bool:
+    """Whether a terminal shows a progress bar. That of Emacs (TERM=dumb) writes many in a row."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def plain(figures: dict) -> dict[str, float]:
+    """The figures as numbers of Python: JSON and TensorBoard have none of torch and NumPy."""
+    return {
+        name: value.item() if hasattr(value, "item") else value for name, value in figures.items()
+    }
 
 
 class Log:
@@ -127,6 +140,7 @@ class Log:
         line = json.dumps({**place, **content}, default=str)
         # On a disk that was full, a part of a line may be before it.
         start = "\n" if self.warned else ""
+        lease.require(self.folder)
         with open(self.folder / "results.jsonl", "a") as file:
             file.write(f"{start}{line}\n")
 
@@ -140,7 +154,9 @@ class Log:
         tqdm.monitor_interval = 0
         steps = self.position.steps
         total = steps + self.position.steps_left
-        self.bar = tqdm(total=total, initial=steps, unit="step", leave=False, disable=None)
+        self.bar = tqdm(
+            total=total, initial=steps, unit="step", leave=False, disable=not shows_bars()
+        )
         self.first_step = steps
         self.began = time.perf_counter()
         self.logged = self.began
@@ -170,7 +186,7 @@ class Log:
             # Above the bar, as the line was asked for.
             with self.bar.external_write_mode(sys.stdout):
                 self._print_step(figures, rate)
-        figures = {f"train/{name}": value for name, value in figures.items()}
+        figures = {f"train/{name}": value for name, value in plain(figures).items()}
         self.write("step", {**figures, "perf/samples_per_sec": rate, **memory()})
 
     def _print_step(self, figures, rate):
@@ -209,8 +225,8 @@ class Log:
         speed = f"{rate:,.0f} samples/s | {data_wait:.0%} data wait"
         results = f"train {self.in_words(train)} | val {self.in_words(val)}"
         show(f"{epochs}: {results} | {speed} | after {took}")
-        figures = {f"train/{name}": value for name, value in (train | rates).items()}
-        figures |= {f"val/{name}": value for name, value in val.items()}
+        figures = {f"train/{name}": value for name, value in plain(train | rates).items()}
+        figures |= {f"val/{name}": value for name, value in plain(val).items()}
         self.write("evaluation", figures | self.speed)
 
     def in_words(self, figures: dict[str, float]) -> str:
@@ -247,6 +263,8 @@ class Log:
             return
         if self.writer is None:
             self.writer = self.writer_class(self.folder, purge_step=self.position.steps)
+            # It has a thread.
+            launch.to_give_back.append(self.writer.close)
         for name, value in figures.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, self.position.steps)
@@ -269,6 +287,8 @@ def memory() -> dict[str, float]:
 
 
 def new_folder(task: str) -> Path:
-    """A name for the folder of a new run: runs/TASK-SCRIPT-TIME-PROCESS."""
+    """A name for the folder of a new run: runs/TASK-SCRIPT-TIME-RANDOM."""
     script = Path(sys.argv[0]).stem
-    return Path("runs", f"{task}-{script}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    # In containers all runs may have the same number of process.
+    random = os.urandom(3).hex()
+    return Path("runs", f"{task}-{script}-{time.strftime('%Y%m%d-%H%M%S')}-{random}")

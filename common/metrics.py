@@ -118,6 +118,8 @@ class Best:
 
     def update(self, value: float) -> bool:
         """Keep `value` if it is higher; return whether it is. NaN never is."""
+        # A number of torch or NumPy would not get into a checkpoint.
+        value = float(value)
         better = value > self.value
         if better:
             self.value = value

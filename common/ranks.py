@@ -63,5 +63,7 @@ def fingerprint(dataset: Dataset) -> int:
         return len(dataset) if hasattr(dataset, "__len__") else 0
     value = 0
     for tensor in dataset.tensors:
-        value = zlib.crc32(tensor.contiguous().numpy(), value)
+        # NumPy has neither all types of torch nor all devices.
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        value = zlib.crc32(content.numpy(), value)
     return value

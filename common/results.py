@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-from common.files import write_atomically
+from common.files import read_regular, write_atomically
 
 
 def read(path: Path) -> list[dict]:
     """The events in a results.jsonl, without lines of others, and parts that a killed run left."""
     events = []
-    for line in path.read_bytes().splitlines():
+    for line in read_regular(path).splitlines():
         try:
             event = json.loads(line)
         except ValueError:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, devices, lease, schedule
+from common import checkpoint, devices, lease
 from common.data import DataObject, to_device
 from common.log import Log, new_folder
+from common.loss_scale import LossScales
 from common.metrics import Best, Sums
 from common.position import Position, seed_step
 from common.process import launch, profiler
@@ -51,6 +52,7 @@ class Run:
         self.rates = rates
         self.position = Position(train.sampler, args.epochs, args.max_steps, args.eval_every)
         self.best = Best()
+        self.loss_scales = LossScales(state, world.device)
         self.state = {**state, "position": self.position, "sums": sums, "best": self.best}
         self.saves = not (args.dry_run or args.evaluate)
         self.writes = self.saves and world.rank == 0
@@ -105,6 +107,7 @@ class Run:
         if self.writes:
             # Refuses a folder that holds another run.
             checkpoint.claim(self.folder, found)
+            launch.last_checkpoint = self.folder / "last.pt"
         return found
 
     def _setup(self):
@@ -122,7 +125,7 @@ class Run:
         lines = found.lines(self.position)
         if found.path:
             lines += self._other_steps(found.saved["config"])
-        return lines + schedule.warn_if_short(self.args.warmup_epochs, self.position)
+        return lines
 
     def _other_steps(self, saved):
         """A line, if the run that saved the flags `saved` had another global batch or rate."""
@@ -164,6 +167,7 @@ class Run:
         self.looked_at = position.steps
         self.looked_when = time.perf_counter()
         self.log.begin()
+        self.loss_scales.begin()
         try:
             for number, batch in enumerate(self._watched(train.loader)):
                 batch = to_device(batch, self.world.device)
@@ -178,6 +182,7 @@ class Run:
                 if not self.ends_step:
                     continue
                 position.advance()
+                self.loss_scales.count()
                 self.stop.listen()
                 if self._look_due():
                     self.log.step(self._look() | {"lr": self.rates.current})
@@ -224,6 +229,8 @@ class Run:
         self.save(is_best)
         if self.args.dry_run:
             self.ended = True
+        elif self.position.over:
+            self.loss_scales.require_a_step(self.position.steps)
 
     def save(self, is_best: bool = False) -> None:
         """Save `state` in the folder; all ranks make this call, and wait until it is there."""
@@ -264,7 +271,8 @@ class Run:
         The same message says whether one of them got SIGTERM or SIGUSR1, so that all stop after
         the same step; else they would wait for each other.
         """
-        return self.sums.result(self.stop.carried_by(self.world.all_reduce))
+        averages = self.sums.result(self.stop.carried_by(self.world.all_reduce))
+        return averages | self.loss_scales.figures()
 
     def _look_due(self):
         """Whether all ranks look at their figures now: the same on each.

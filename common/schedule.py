@@ -79,15 +79,3 @@ class WarmupCosine:
         for group, peak in zip(self.groups, self.peaks, strict=True):
             # In float32, as a CUDA graph has it: else its weights would differ.
             group["lr"] = float(np.float32(peak * factor))
-
-
-def warn_if_short(warmup_epochs: float, position: Position) -> list[str]:
-    """A line for the log if the run at `position` ends before its rates fall."""
-    sampler = position.sampler
-    epochs = position.epochs_done + position.steps_left * sampler.global_batch / sampler.length
-    if epochs > warmup_epochs:
-        return []
-    return [
-        f"the rate only rises: --warmup-epochs {warmup_epochs:g} is not less than the "
-        f"{epochs:.3g} epochs of the run"
-    ]

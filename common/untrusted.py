@@ -13,8 +13,8 @@ MOST_VALUES = 1_000_000
 BYTEARRAY = "it has a bytearray"
 
 
-def load(path: Path | str):
-    """What torch.save wrote to the file `path`. Its tensors are mapped where they can be.
+def load(path: Path | str, mapped: bool = True):
+    """What torch.save wrote to the file `path`. Its tensors are `mapped` where they can be.
 
     Raises OSError, ValueError for a file that nobody needs, and for a damaged one anything.
     """
@@ -22,7 +22,7 @@ def load(path: Path | str):
     for pickled in pickles_in_zip(path) if in_zip else pickles_before_1_6(path):
         refuse_bytearray(pickled)
     # weights_only: a pickle could run code. mmap: the ranks of a machine share the memory.
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=in_zip)
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and in_zip)
     refuse_absurd_values(saved)
     return saved
 

@@ -8,6 +8,7 @@ import torch
 
 from common import checkpoint, untrusted
 from common.errors import InputError
+from common.files import read_regular, read_surely
 from common.metadata import Metadata
 from common.optimizers import is_plain
 from common.ranks import World
@@ -31,9 +32,9 @@ def read_weights(path: str, flag: str = "--init-from") -> tuple[dict[str, torch.
     part = ""
     try:
         if Path(path).suffix == ".safetensors":
-            weights, metadata = read_safetensors(path)
+            weights, metadata = read_surely(path, read_safetensors)
         else:
-            weights = untrusted.load(path)
+            weights = read_surely(path, untrusted.load)
         if isinstance(weights, dict) and "format" in weights and "model" in weights:
             metadata = dict(weights.get("metadata", {}))
             part, weights = weights_in(weights)
@@ -83,8 +84,7 @@ def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 def why_not(path: str, error: Exception) -> str:
     """Why no weights can be read from the file `path`, at which `error` was raised."""
-    with open(path, "rb") as file:
-        begin = file.read(100).lstrip()
+    begin = read_regular(path)[:100].lstrip()
     for magic, reason in NO_WEIGHTS.items():
         if begin.startswith(magic):
             return reason
@@ -92,14 +92,14 @@ def why_not(path: str, error: Exception) -> str:
     return f"it is damaged, or holds more than tensors ({kind}): save a state_dict"
 
 
-def read_safetensors(path: str) -> tuple[dict[str, torch.Tensor], dict]:
+def read_safetensors(path: str, mapped: bool) -> tuple[dict[str, torch.Tensor], dict]:
     """The weights and the metadata, which scripts/export.py writes as JSON."""
-    from safetensors import safe_open
-    from safetensors.torch import load_file
+    from safetensors import torch as safetensors
 
-    weights = load_file(path)
-    with safe_open(path, "pt") as file:
-        texts = file.metadata() or {}
+    weights = safetensors.load_file(path) if mapped else safetensors.load(read_regular(path))
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        texts = json.loads(file.read(length)).get("__metadata__") or {}
     metadata = {}
     for name, text in texts.items():
         # Others write other texts there.

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, TensorLoader, seed_of, to_device
+from common.data import DataObject, EpochSampler, TensorLoader, read_array, seed_of, to_device
 from common.errors import InputError, in_one_line
 from common.metadata import Metadata
 from common.metrics import Sums, in_order
@@ -68,8 +68,7 @@ def parse_args():
 def read_points(path):
     """The numbers in the file `path`, float64 [points, columns]; raises InputError."""
     try:
-        # Reads no pickle.
-        points = np.lib.format.open_memmap(path, mode="r")
+        points = read_array(path)
         # Also integers, but no text, and no complex numbers.
         points = points.astype(np.float64, casting="same_kind")
         if points.ndim != 2:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from common import devices, flags, graph, schedule
-from common.data import DataObject, EpochSampler, TensorLoader
+from common.data import DataObject, EpochSampler, TensorLoader, read_array
 from common.errors import InputError, in_one_line
 from common.metadata import Metadata
 from common.metrics import Sums
@@ -69,8 +69,7 @@ def read_table(path):
     """
     try:
         if path.endswith(".npy"):
-            # Reads no pickle.
-            table = np.lib.format.open_memmap(path, mode="r")
+            table = read_array(path)
             names = []
         else:
             with warnings.catch_warnings():

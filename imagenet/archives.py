@@ -7,7 +7,6 @@ names and the order that they would have in folders.
 
 import contextlib
 import csv
-import errno
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,14 @@ from torchvision.datasets.folder import is_image_file
 
 from common import lease
 from common.errors import InputError, in_one_line, show
-from common.files import cache_folder, read_regular, write_atomically
+from common.files import (
+    cache_folder,
+    patiently,
+    read_regular,
+    read_surely,
+    refusal,
+    write_atomically,
+)
 from common.log import Progress
 from images import folders
 
@@ -206,23 +213,20 @@ class Archive:
     def _read_bytes(self, index, offset, size):
         """`size` bytes at `offset`, which are of the image `index`; raises InputError."""
         try:
-            content = self._pread_with_retry(size, offset)
+            content = patiently(lambda: self._pread(size, offset))
         except OSError as error:
             raise InputError(f"{self.where(index)}: {error.strerror}") from error
         if len(content) < size:
             raise InputError(f"{self.where(index)}: the archive ends before it")
         return content
 
-    def _pread_with_retry(self, size, offset):
-        """os.pread, once more after an error that a network file system may have for a moment."""
+    def _pread(self, size, offset):
         try:
             return os.pread(self._opened(), size, offset)
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ESTALE):
-                raise
-        # The old one stays open: another thread may use it.
-        self.descriptor = None
-        return os.pread(self._opened(), size, offset)
+        except OSError:
+            # The old one stays open: another thread may use it.
+            self.descriptor = None
+            raise
 
     def _opened(self):
         """The descriptor of the archive: pread has no position, so workers and threads share it."""
@@ -235,7 +239,7 @@ class Archive:
 
     def __getstate__(self):
         # A process that is not forked opens the archive and maps the index itself.
-        return self.__dict__ | {"descriptor": None, "records": self.records.filename}
+        return self.__dict__ | {"descriptor": None, "records": self.header["index"]}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -297,7 +301,11 @@ def devkit_classes(folder):
     except ImportError as error:
         raise InputError(f"the labels in {paths[0]} need SciPy: pip install scipy") from error
     try:
-        with tarfile.open(paths[0]) as devkit:
+        content = io.BytesIO(read_regular(paths[0]))
+    except OSError as error:
+        raise InputError(f"{paths[0]}: {error.strerror}") from error
+    try:
+        with tarfile.open(fileobj=content) as devkit:
             files = {posixpath.basename(member.name): member for member in devkit}
             meta = devkit.extractfile(files["meta.mat"]).read()
             truth = devkit.extractfile(files["ILSVRC2012_validation_ground_truth.txt"]).read()
@@ -331,6 +339,7 @@ def kaggle_classes(path):
                 content = archive.read(name)
     # A damaged zip can raise anything.
     except Exception as error:
+        refuse_to_call_damaged(path, error)
         raise InputError(
             f"{place} cannot be read, which has the labels of validation ({in_one_line(error)}): "
             f"fetch it from the same page, and put it beside {path}"
@@ -348,6 +357,12 @@ def kaggle_classes(path):
             "and a label in each row: fetch it again"
         ) from error
     return classes
+
+
+def refuse_to_call_damaged(path, error) -> None:
+    """Raise InputError if it is the machine that refuses to read the file."""
+    if refused := refusal(error):
+        raise InputError(f"{path}: {refused.strerror}") from error
 
 
 def is_zip(path):
@@ -383,18 +398,30 @@ def usable_index(path, split, stat):
             header, records = read_index(index)
             if (header["format"], header["stat"]) == (FORMAT, stat):
                 return header, records
-        except (OSError, ValueError, KeyError, TypeError):
-            # It is missing, or of another format, or damaged.
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            # It may be good.
+            raise InputError(f"{index}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError):
+            # It is of another format, or damaged.
             continue
     return None
 
 
 def read_index(path):
     """(header, records) of an index. Raises OSError, or ValueError and others for another file."""
+    return read_surely(path, parse_index)
+
+
+def parse_index(path, mapped):
+    """What read_index() returns."""
     with open(path, "rb") as file:
         header = json.loads(file.readline())
         start = file.tell()
-    records = np.memmap(path, record_type(header["longest"]), "r", start)
+    kind = record_type(header["longest"])
+    records = np.memmap(path, kind, "r", start) if mapped else np.fromfile(path, kind, offset=start)
+    header["index"] = str(path)
     if zlib.crc32(records) != header["crc"]:
         raise ValueError("damaged")
     # It may lie beside an archive of somebody else.
@@ -436,7 +463,7 @@ def make_index(path, split, stat, class_of):
             with lease.held(to.with_name(f".{to.name}.lock")):
                 if usable_index(path, split, stat) is None:
                     if content is None:
-                        content = index_of(path, split, stat, class_of)
+                        content = patiently(partial(index_of, path, split, stat, class_of))
                     write_atomically(to, *content)
                     show(f"{to} is there after {time.perf_counter() - start:.1f} s")
             break
@@ -609,6 +636,7 @@ def zip_entries(path) -> Iterator[Entry]:
             last = file.read()
     # A damaged file can raise anything.
     except Exception as error:
+        refuse_to_call_damaged(path, error)
         raise InputError(f"{path}: {error}, or it was cut off: fetch it again") from error
     start = min((info.header_offset for info in infos), default=0)
     rest = last[last.rindex(ZIP_END) + ZIP_END_SIZE + len(comment) :]

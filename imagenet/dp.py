@@ -168,9 +168,10 @@ def main():
         # The batches up to the next evaluation; then it saves. Their order, the rate and the random
         # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
         for images, labels in run.steps(train):
-            if gpus:
-                # dist: each GPU draws its dropout; run.steps() has seeded the first one.
-                torch.get_device_module(world.device).manual_seed_all(torch.initial_seed())
+            for gpu in gpus[1:]:
+                # dist: else all draw the same dropout; run.steps() has seeded the first one.
+                generator = torch.get_device_module(world.device).default_generators[gpu]
+                generator.manual_seed(torch.initial_seed() + gpu)
             step(images, labels)
         # After SIGTERM or SIGUSR1 the run is over, and saved.
         if not run.over:

@@ -22,9 +22,14 @@ for package in ("common", "images"):
 # Then forget the latter: a queue.py there would hide Python's own.
 del sys.path[2]
 
-import horovod.torch as hvd  # built by scripts/install_horovod.sh
 import torch
 import torch.nn.functional as F
+
+# dist: --help works without it, and connect() says how to get it.
+try:
+    import horovod.torch as hvd
+except ModuleNotFoundError:
+    hvd = None
 
 # dist: a rank that waits for MPI frees its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -184,6 +189,9 @@ def averaged(args, device):
 
 def connect(args):
     """Join the other processes; return this one among them."""
+    # dist: no package index has it built.
+    if hvd is None:
+        raise InputError("Horovod is not installed: run scripts/install_horovod.sh")
     # dist: all processes that horovodrun or mpirun started wait here for each other.
     hvd.init()
     # dist: one device per process; else all open a context on GPU 0.

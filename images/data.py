@@ -1,11 +1,17 @@
 """Images in memory: a TensorDataset of uint8 [N, channels, height, width], int64 labels [N]."""
 
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from common import flags
 from common.errors import InputError
+from common.files import patiently, read_regular
+from common.ranks import World
 
 # How the log shows the figures of a classifier.
 FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
@@ -69,18 +75,47 @@ def generate(
     return tuple(sets)
 
 
+def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, str]) -> None:
+    """Let rank 0 of `world` say which of the `files` in `root`, {name: MD5}, are not those of `of`.
+
+    Such as a test set that was copied over a part of the training set. Raises InputError.
+    """
+    if world is None or world.rank != 0:
+        return
+    with ThreadPoolExecutor(len(files)) as pool:
+        found = dict(zip(files, pool.map(md5_of, [root / name for name in files]), strict=True))
+    others = []
+    for name in files:
+        if found[name] != files[name]:
+            others.append(str(root / name))
+            same = [other for other in files if other != name and found[other] == found[name]]
+            if same:
+                others[-1] += f" (the same as {Path(same[0]).name})"
+    if others:
+        world.say(f"warning: by their MD5s, these are not the files of {of}: {', '.join(others)}")
+
+
+def md5_of(path: Path) -> str:
+    try:
+        return hashlib.md5(read_regular(path), usedforsecurity=False).hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+
+
 def checked(path, shape: tuple, read) -> TensorDataset:
     """A TensorDataset of the (images, labels) that `read()` returns for the files `path`, ...
 
     Raises InputError if they are damaged: other types, shapes or labels than 0..9.
     """
     try:
-        images, labels = read()
+        images, labels = patiently(read)
         if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
             raise ValueError(f"{list(images.shape)} images of {images.dtype}, {len(labels)} labels")
         if not 0 <= labels.min() <= labels.max() < 10:
             raise ValueError(f"labels in {labels.min()}..{labels.max()}")
         return TensorDataset(images, labels)
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
     # A damaged file can raise anything.
     except Exception as error:
         raise InputError(

@@ -3,7 +3,7 @@
 import io
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from common.errors import InputError, in_one_line
 
@@ -35,6 +35,8 @@ def open_image(content: bytes) -> Image.Image:
 
     Behind transparent pixels it is grey. Grey of 16 bits is scaled to 8.
     """
+    # Pillow refuses a picture with a long text or colour profile beside it: the default is 1 MiB.
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             image.load()

@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from apex import amp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
+
+# amp: --help works without it, and parse_args() says how to get it. PyPI's apex is another package.
+try:
+    from apex import amp
+except ImportError:
+    amp = None
 
 
 def parse_args():
@@ -31,7 +36,11 @@ def parse_args():
     parser.add_argument("-n", "--nodes", type=int, default=1, help="machines")
     parser.add_argument("-g", "--gpus", type=int, default=1, help="processes on each machine")
     parser.add_argument("-nr", "--nr", type=int, default=0, help="this machine, from 0")
-    return parser.parse_args()
+    # amp: tags after 25.05 have no amp.
+    args = parser.parse_args()
+    if amp is None:
+        parser.exit(2, "apex_amp.py: Apex with amp is not installed: see docs/install.md\n")
+    return args
 
 
 def load(folder, train):
@@ -73,10 +82,12 @@ def main(local_rank, args):
     # dist: connects the processes: NCCL for GPUs, Gloo for CPUs.
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device.index)
-    # dist: one process per machine downloads while the others wait; else all write the same files.
-    if local_rank == 0:
-        MNIST(args.data_dir, download=True)
-    dist.barrier()
+    # dist: one machine after the other downloads, unless they share the folder and the first one
+    # has; else several processes write the same files.
+    for turn in range(world_size):
+        if turn == rank and local_rank == 0:
+            MNIST(args.data_dir, download=True)
+        dist.barrier()
     train_set = load(args.data_dir, train=True)
     test_set = load(args.data_dir, train=False)
     # dist: its own share of each epoch, no image twice; else all ranks compute the same gradients.

@@ -68,10 +68,12 @@ def main():
     # dist: over all machines.
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    # dist: one process per machine downloads while the others wait; else all write the same files.
-    if local_rank == 0:
-        MNIST(args.data_dir, download=True)
-    dist.barrier()
+    # dist: one machine after the other downloads, unless they share the folder and the first one
+    # has; else several processes write the same files.
+    for turn in range(world_size):
+        if turn == rank and local_rank == 0:
+            MNIST(args.data_dir, download=True)
+        dist.barrier()
     train_set = load(args.data_dir, train=True)
     test_set = load(args.data_dir, train=False)
     # dist: its own share of each epoch, no image twice; else all ranks compute the same gradients.

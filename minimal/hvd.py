@@ -8,12 +8,17 @@ mnist/hvd.py has what this leaves out: checkpoints, resume, signals, logs, sched
 
 import argparse
 
-import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
+
+# dist: --help works without it, and parse_args() says how to get it.
+try:
+    import horovod.torch as hvd
+except ModuleNotFoundError:
+    hvd = None
 
 
 def parse_args():
@@ -23,7 +28,11 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of one process")
     parser.add_argument("--data-dir", default="data", help="MNIST, downloaded if missing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    # dist: no package index has Horovod built.
+    args = parser.parse_args()
+    if hvd is None:
+        parser.exit(2, "hvd.py: Horovod is not installed: run scripts/install_horovod.sh\n")
+    return args
 
 
 def load(folder, train):
@@ -64,10 +73,12 @@ def main():
     # dist: over all machines.
     rank = hvd.rank()
     world_size = hvd.size()
-    # dist: one process per machine downloads while the others wait; else all write the same files.
-    if hvd.local_rank() == 0:
-        MNIST(args.data_dir, download=True)
-    hvd.barrier()
+    # dist: one machine after the other downloads, unless they share the folder and the first one
+    # has; else several processes write the same files.
+    for turn in range(world_size):
+        if turn == rank and hvd.local_rank() == 0:
+            MNIST(args.data_dir, download=True)
+        hvd.barrier()
     train_set = load(args.data_dir, train=True)
     test_set = load(args.data_dir, train=False)
     # dist: its own share of each epoch, no image twice; else all ranks compute the same gradients.

@@ -55,7 +55,7 @@ def parse_args():
 
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
-    train_set, val_set = digits.load(args.data_dir, args.synthetic, args.seed)
+    train_set, val_set = digits.load(args.data_dir, args.synthetic, args.seed, world)
     # dist: all ranks share --global-batch-size.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
@@ -187,8 +187,10 @@ if __name__ == "__main__":
             # dist: where they meet; what another tool left in these variables is elsewhere.
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
         else:
+            # dist: Kubernetes sets it to tcp://... if a Service has the name master.
+            port = launch.number_in_environment("MASTER_PORT", default=0)
             # dist: the first says nothing else for as long as another is missing.
-            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            place = f"{os.environ['MASTER_ADDR']}:{port}"
             print(f"-nr {args.nr}: all {args.nodes} machines wait for each other at {place}")
         # dist: else USR1 or USR2 ends a process that still loads torch.
         spawn.ignore_signals()

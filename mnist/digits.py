@@ -6,15 +6,17 @@ from pathlib import Path
 from torch.utils.data import TensorDataset
 
 from common.metadata import Metadata
+from common.ranks import World
 from images import data, models
 from images.download import download
 
-FILES = [
-    "MNIST/raw/train-images-idx3-ubyte",
-    "MNIST/raw/train-labels-idx1-ubyte",
-    "MNIST/raw/t10k-images-idx3-ubyte",
-    "MNIST/raw/t10k-labels-idx1-ubyte",
-]
+# With their MD5s.
+FILES = {
+    "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "MNIST/raw/t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "MNIST/raw/t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
 MODELS = {"convnet": models.ConvNet, "lenet": models.LeNet}
 # uint8 images [batch, 1, 28, 28] as floats; the mean and deviation of the training images.
 normalise = data.Normalise(mean=(0.1307,), std=(0.3081,))
@@ -30,10 +32,13 @@ def add_flags(parser):
     data.add_flags(parser, "folder of MNIST, which is downloaded if missing")
 
 
-def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, TensorDataset]:
+def load(
+    folder: str, synthetic: int | None, seed: int, world: World | None = None
+) -> tuple[TensorDataset, TensorDataset]:
     """MNIST: 60,000 training and 10,000 validation images, uint8 [1, 28, 28], with labels 0..9.
 
     It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
+    `world` says which files are not those of MNIST: one's own images may be in their place.
     Raises InputError if files are damaged, or missing. Source: LeCun, Cortes, Burges.
     """
     if synthetic:
@@ -46,9 +51,11 @@ def load(folder: str, synthetic: int | None, seed: int) -> tuple[TensorDataset, 
         return dataset.data.unsqueeze(1), dataset.targets
 
     root = Path(folder)
-    download(root, FILES, lambda to: MNIST(to, download=True))
-    train_set = data.checked(root / FILES[0], (1, 28, 28), functools.partial(read, True))
-    val_set = data.checked(root / FILES[2], (1, 28, 28), functools.partial(read, False))
+    download(root, list(FILES), lambda to: MNIST(to, download=True))
+    data.say_what_differs(world, "MNIST", root, FILES)
+    train_images, _, val_images, _ = FILES
+    train_set = data.checked(root / train_images, (1, 28, 28), functools.partial(read, True))
+    val_set = data.checked(root / val_images, (1, 28, 28), functools.partial(read, False))
     return train_set, val_set
 
 

@@ -40,7 +40,7 @@ def parse_args():
 
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
-    train_set, val_set = digits.load(args.data_dir, args.synthetic, args.seed)
+    train_set, val_set = digits.load(args.data_dir, args.synthetic, args.seed, world)
     batch_size = schedule.batch_size(args)
     train_sampler = EpochSampler(len(train_set), batch_size, seed=args.seed)
     val_sampler = range(len(val_set))

@@ -46,6 +46,13 @@ if compgen -G "$wheels/horovod-$VERSION-*.whl" > /dev/null; then
 fi
 command -v "${CXX:-g++}" > /dev/null || { echo "Horovod needs a C++ compiler: apt-get install g++" >&2; exit 2; }
 command -v make > /dev/null || { echo "Horovod needs make: apt-get install make" >&2; exit 2; }
+# pip and the compiler say nothing until they end. (Not `sleep` in a loop, which would outlive this script.)
+"$PYTHON" -c '
+import time
+for minutes in range(60):
+    print(f"building Horovod: {minutes} min so far; it takes 3 on two cores, for all kinds of GPUs 12 and more", flush=True)
+    time.sleep(60)' &
+trap 'kill $! 2> /dev/null || true; rm -rf "$work"' EXIT
 "$PYTHON" -m pip install --quiet 'setuptools<81' wheel packaging psutil cloudpickle pyyaml cffi cmake
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 MAKEFLAGS=-j$(nproc)  # and not those of a make that started this script

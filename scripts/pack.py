@@ -30,7 +30,7 @@ OVERHEAD = 3 * tarfile.BLOCKSIZE // 2
 
 def main():
     parser = flags.Parser(__doc__)
-    parser.add_argument("folder", help="has train/<class>/*.JPEG and val/<class>/*.JPEG")
+    parser.add_argument("folder", type=Path, help="has train/<class>/*.JPEG and val/<class>/*.JPEG")
     parser.add_argument("to", type=Path, help="folder for train.tar and val.tar")
     parser.add_argument(
         "--order", choices=("name", "random"), default="name", help="of the images in a tar"

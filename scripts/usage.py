@@ -89,9 +89,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="for the figures of all machines")
+    parser.add_argument("folder", help="for the figures of all machines")
     parser.add_argument("--seconds", type=float, default=5, help="between two lines (default: 5)")
     args = parser.parse_args()
+    if not args.folder:
+        parser.error("folder is empty: give a path, or set the variable that has it")
+    args.folder = Path(args.folder)
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g}: give a number above 0")
     try:

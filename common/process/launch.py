@@ -1,6 +1,7 @@
 """How a recipe is started by a launcher, and how it ends: in one line."""
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -21,10 +22,9 @@ from pathlib import Path
 
 import torch
 
-from common import lease
-from common.errors import InputError, RunError, printable
+from common.errors import InputError, RunError, printable, show
 from common.process import signals
-from common.process.parent import RANKS, die_with_parent
+from common.process.parent import RANKS, die_with_parent, launched
 
 # torchrun, horovodrun, Open MPI, MPICH, and a step of SLURM
 SIZES = (
@@ -38,6 +38,12 @@ SIZES = (
 OLDEST_TORCH = "2.8"
 # Enough for any run, and few enough for programs that close all one by one.
 OPEN_FILES = 65_536
+# The newest checkpoint of the run, in the process that saves it
+last_checkpoint: Path | None = None
+# Functions that give back what a run holds, where the process goes on: in a notebook
+to_give_back = []
+# The types of what CAUSES explain
+KINDS = (RuntimeError, ValueError, MemoryError, BlockingIOError)
 # What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
 CAUSES = (
     (
@@ -57,6 +63,12 @@ CAUSES = (
         "a loader worker found no room in /dev/shm: give the container more (docker run "
         "--shm-size=8g; in Kubernetes an emptyDir with medium: Memory), or use fewer --workers",
     ),
+    (
+        RunError,
+        ("BlockingIOError: ", "can't start new thread"),
+        "no more processes or threads may be started here: use fewer --workers, set "
+        "OMP_NUM_THREADS=1, or raise the limit (ulimit -u, docker run --pids-limit)",
+    ),
     (RunError, ("DataLoader worker (pid",), "a loader worker has ended"),
     (
         InputError,
@@ -65,8 +77,8 @@ CAUSES = (
     ),
     (
         RunError,
-        ("out of memory. Tried to allocate", "not enough memory: you tried to allocate"),
-        "the device has too little memory: lower --batch-size (more processes, or gradients that "
+        ("out of memory", "MemoryError: ", "DefaultCPUAllocator: ", "Cannot allocate memory"),
+        "there is too little memory: lower --batch-size (more processes, or gradients that "
         "accumulate over several batches, keep the global batch)",
     ),
     (
@@ -104,7 +116,9 @@ def plain_exits():
     end_at_once(signal.SIGTERM)
     # Under nohup SIGINT is ignored, and stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        end_at_once(signal.SIGINT)
+        signals.act_on(signal.SIGINT, end_by_ctrl_c)
+        # A fork has no thread that acts.
+        os.register_at_fork(after_in_child=functools.partial(end_at_once, signal.SIGINT))
     open_missing_streams()
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
     # Python's end collects garbage twice, a second with torch; the system frees all memory anyway.
@@ -139,8 +153,13 @@ def within_other_code() -> bool:
     frame = sys._getframe()
     callers = []
     while frame:
+        module = frame.f_globals.get("__name__")
+        caller = frame.f_code.co_name
+        # torchrun --run-path waits for what this function hands on.
+        if module == "torch.distributed.elastic.multiprocessing.api" and caller == "_wrap":
+            return True
         # `python -m` is runpy, and a with block contextlib.
-        if frame.f_globals.get("__name__") not in (__name__, "contextlib", "runpy"):
+        if module not in (__name__, "contextlib", "runpy"):
             callers.append(frame)
         frame = frame.f_back
     return len(callers) > 1 and multiprocessing.parent_process() is None
@@ -148,18 +167,26 @@ def within_other_code() -> bool:
 
 @contextmanager
 def given_back():
-    """Give the process back as it was: its signal handlers, no watchdog, no folder in use."""
+    """Give the process back as it was: its signal handlers, no watchdog, nothing held."""
+    global last_checkpoint
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
     # Python can put no handler back that C code has set.
     handlers = {number: handler for number, handler in handlers.items() if handler is not None}
     try:
         yield
+    except KeyboardInterrupt:
+        if how := how_to_continue():
+            show(f"interrupted{how}")
+        raise
     except Exception as error:
         end_with_a_line(explained(error))
     finally:
         faulthandler.cancel_dump_traceback_later()
-        lease.release_all()
+        last_checkpoint = None
+        while to_give_back:
+            with suppress(OSError):
+                to_give_back.pop()()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -169,6 +196,9 @@ def end_with_a_line(error: InputError | RunError) -> None:
     # At once: as rank 0 fails, its launcher ends the others.
     tell_torchrun(str(error))
     rank = launched_rank()
+    if within_other_code() and not launched():
+        # A notebook goes on, whatever RANK it has.
+        rank = None
     if rank:
         # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
         time.sleep(3)
@@ -218,16 +248,35 @@ def end_rank() -> None:
     os._exit(0)
 
 
-def end_at_once(*numbers: int) -> None:
-    """Let these signals end this process, whatever it does; a later call replaces them."""
-    for number in numbers:
-        # A Python handler would wait for the current collective.
-        signal.signal(number, signal.SIG_DFL)
+def end_at_once(number: int) -> None:
+    """Let a signal end this process, whatever it does; a later call replaces it."""
+    # A Python handler would wait for the current collective.
+    signal.signal(number, signal.SIG_DFL)
     if os.getpid() == 1:
         # In a container: Linux drops signals for process 1 unless it has a handler.
-        for number in numbers:
-            end = functools.partial(os._exit, 128 + number)
-            signals.act_on(number, end)
+        end = functools.partial(os._exit, 128 + number)
+        signals.act_on(number, end)
+
+
+def end_by_ctrl_c() -> None:
+    """Say how to continue, and end this process as SIGINT does."""
+    # Python's own can be called in the main thread alone. A second one ends a print that hangs.
+    SIG_DFL = 0
+    ctypes.CDLL(None).signal(signal.SIGINT, SIG_DFL)
+    if how := how_to_continue():
+        # On a terminal, below the progress bar.
+        print(file=sys.stderr, end="\n" if sys.stderr.isatty() else "", flush=True)
+        show(f"interrupted{how}")
+    os.kill(os.getpid(), signal.SIGINT)
+    # In a container: process 1 goes on.
+    os._exit(128 + signal.SIGINT)
+
+
+def how_to_continue() -> str:
+    """The end of a line that says it, or "" in a process that has saved nothing."""
+    if last_checkpoint is None or not last_checkpoint.exists():
+        return ""
+    return f": continue with --resume {last_checkpoint}"
 
 
 def open_missing_streams() -> None:
@@ -253,16 +302,20 @@ def explained(error: Exception) -> InputError | RunError:
     said = last_words(error)
     if isinstance(error, InputError | RunError):
         return type(error)(said)
+    # NumPy and Python say it with a type alone.
+    text = f"{type(error).__name__}: {error}"
     for kind, words, meaning in CAUSES:
-        if isinstance(error, RuntimeError | ValueError) and any(w in str(error) for w in words):
-            return kind(f"{meaning} ({said})")
+        explains = any(word in text for word in words)
+        if explains and isinstance(error, KINDS):
+            how = how_to_continue() if kind is RunError else ""
+            return kind(f"{meaning} ({said}){how}")
     tell_torchrun(said, py_callstack="".join(traceback.format_exception(error)))
     raise error
 
 
 def last_words(error: Exception) -> str:
     """What it says, in one line, and without the traceback of a loader worker."""
-    text = str(error)
+    text = str(error) or type(error).__name__
     if text.startswith("Caught "):
         text = re.split(r"\n[\w.]+: ", text)[-1]
     return printable(" ".join(text.split()))

@@ -9,6 +9,13 @@ from pathlib import Path
 
 # torchrun, horovodrun, mpirun, srun
 RANKS = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+# A user, a pod or a notebook can have set RANK. Of these, torchrun alone sets the first.
+OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", *RANKS[1:])
+
+
+def launched() -> bool:
+    """Whether the variables of a launcher are there."""
+    return any(name in os.environ for name in OF_LAUNCHERS)
 
 
 def die_with_parent() -> None:
@@ -18,8 +25,7 @@ def die_with_parent() -> None:
     long as its process; where none of them started this process, nothing is done.
     """
     parent = multiprocessing.parent_process()
-    launched = any(name in os.environ for name in RANKS)
-    if sys.platform != "linux" or not (launched or parent):
+    if sys.platform != "linux" or not (launched() or parent):
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 
@@ -57,6 +58,30 @@ def print_stacks() -> None:
     cpython issue 116008).
     """
     faulthandler.dump_traceback(file=sys.__stderr__)
+
+
+@contextmanager
+def clean_up_first(*numbers: int):
+    """Let these signals leave the `with` block by KeyboardInterrupt, and then do what they did."""
+    came = []
+
+    def leave(number, _):
+        came.append(number)
+        raise KeyboardInterrupt
+
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    # Under nohup SIGINT is ignored, and stays so. Python can put no handler back that is of C code.
+    kept = (signal.SIG_IGN, None)
+    handlers = {number: handler for number, handler in handlers.items() if handler not in kept}
+    for number in handlers:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            os.kill(os.getpid(), number)
 
 
 class StopSignal:

@@ -50,6 +50,7 @@ def test_a_number_of_threads_that_is_none(value, threads, monkeypatch):
     """BigDL 2842: each process would use all cores."""
     chosen = [4]
     monkeypatch.setenv("OMP_NUM_THREADS", value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     devices.share_cores(2)
@@ -133,3 +134,59 @@ def test_cores_of_a_process_of_mp_spawn(monkeypatch):
     monkeypatch.setattr(devices, "own_cores", lambda process=0: list(range(32)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert devices.cores_per_process(4) == 8
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "a home"])
+def test_kernels_of_a_home_that_does_not_work(home, tmp_path, monkeypatch):
+    """It cannot be written, or has a space: then they are in a folder of this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    removed = []
+    monkeypatch.setattr(devices.atexit, "register", lambda _, folder, **__: removed.append(folder))
+    folder = devices.folder_for_kernels()
+    assert removed == [str(folder)]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
+def test_kernels_of_each_kind_of_cpu(tmp_path, monkeypatch):
+    """Nodes that share a home can have others, and would run instructions that they lack."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = devices.folder_for_kernels()
+    assert own == devices.folder_for_kernels()
+    monkeypatch.setattr(devices.Path, "read_text", lambda path: "flags : avx2\nflags : avx2\n")
+    other = devices.folder_for_kernels()
+    assert other != own
+    assert other.parent == own.parent == tmp_path / "torchinductor"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000"}, 8),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    ],
+)
+def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
+    """vllm 34462: docker run --cpus=2 shows all cores, and lets them wait most of the time."""
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "own_cores", lambda process=0: list(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for name in devices.LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
+    assert devices.cores_per_process() == cores
+    assert devices.cores_per_process(2) == max(1, cores // 2)
+    chosen = [8]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    devices.share_cores(1)
+    assert chosen[-1] == cores

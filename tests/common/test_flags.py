@@ -63,3 +63,42 @@ def test_what_is_no_url(parser):
     args = parser.parse_args(words.split())
     assert args.log_dir == "runs/at-12:30"
     assert args.tracking == "http://host"
+
+
+@pytest.mark.parametrize("flag", ["timeout", "epochs", "max-steps", "batch-size", "log-interval"])
+def test_a_number_that_a_timer_or_a_tensor_cannot_hold(flag, parser):
+    assert vars(parser.parse_args([f"--{flag}", "2147483647"]))[flag.replace("-", "_")] == 2**31 - 1
+    with pytest.raises(InputError, match="99999999999 is above 2147483647"):
+        parser.parse_args([f"--{flag}", "99999999999"])
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--data-dir", "--table", "--out", "--resume", "to"])
+def test_a_path_is_not_empty(flag, parser):
+    """As in --log-dir "$RUN" --resume auto, which began anew in a new folder each time."""
+    parser.add_argument("to", type=Path, nargs="?")
+    words = [""] if flag == "to" else [flag, ""]
+    with pytest.raises(InputError, match=f"^{flag} is empty: give a path"):
+        parser.parse_args(words)
+    assert parser.parse_args(["--tracking", ""]).tracking == ""
+
+
+def test_a_default_may_be_an_empty_path(parser):
+    parser.add_argument("--cache-dir", default="")
+    assert parser.parse_args([]).cache_dir == ""
+
+
+def test_a_home_is_found(parser, monkeypatch):
+    """Also where no shell has seen the word, as in a list of arguments of a job."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--log-dir", "~/run", "--data-dir=~", "--out", "~/out", "--tracking", "~/no path"]
+    args = parser.parse_args(words)
+    assert (args.log_dir, args.data_dir) == ("/home/me/run", "/home/me")
+    assert args.out == Path("/home/me/out")
+    assert args.tracking == "~/no path"
+
+
+def test_help_shows_no_default_of_a_switch(parser):
+    """--no-reshard-after-forward would show that of `reshard`: (default: True)."""
+    parser.add_argument("--no-such", action="store_false", dest="such", help="do without")
+    assert "(default: 600)" in parser.format_help()
+    assert "default: True" not in parser.format_help()

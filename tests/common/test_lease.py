@@ -6,9 +6,12 @@ import signal
 
 import pytest
 from forked import ForkedJob, compute
+from launch import everything
 from recipes import ROOT, STEP, changed_copy
 
-from common import lease
+from common import checkpoint, files, lease
+from common.errors import RunError
+from common.process import launch
 
 FLAGS = "--synthetic 320 --model lenet --device cpu --log-dir log"
 SINGLE = f"python {ROOT}/mnist/single.py {FLAGS}"
@@ -83,7 +86,10 @@ def test_nothing_is_left_in_the_folder_of_a_run_of_mp_spawn(tmp_path):
 
 
 def test_on_another_machine(tmp_path):
-    """A process there cannot be looked at, but once it has died its file no longer changes."""
+    """A process there cannot be looked at, but once it has died its file no longer changes.
+
+    If it was only suspended, it ends before it writes anything more.
+    """
     here = slow(tmp_path / "copy")
     there = ForkedJob(slow(tmp_path / "other", "there"), tmp_path)
     there.wait_for("epoch 2/")
@@ -92,11 +98,14 @@ def test_on_another_machine(tmp_path):
     there.process.send_signal(signal.SIGSTOP)
     successor = ForkedJob(f"{here} --resume auto", tmp_path)
     successor.wait_for("resumed from")
+    successor.wait_for("| val ")
+    successor.process.send_signal(signal.SIGTERM)
+    assert successor.finish() == 0
+    before = everything(tmp_path / "log")
     there.process.send_signal(signal.SIGCONT)
     assert there.finish() == 1
-    if successor.running():
-        successor.kill()
-        successor.finish()
+    assert "another process has taken log" in there.output()
+    assert everything(tmp_path / "log") == before
 
 
 def test_a_download_that_another_process_has_begun(tmp_path):
@@ -114,14 +123,43 @@ OTHER = "filelock/2\npid=99999999\nhost=other\nmode=lease\ntoken={}\nduration=60
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("touched", [0, 4_000_000_000])
 @pytest.mark.parametrize("content", ["", OTHER.format("5" * 32), "junk"])
-def test_a_file_that_names_no_owner(content, tmp_path):
-    """A power cut leaves an empty one. It counts as left behind, but not while it is new."""
+def test_a_file_that_names_no_owner(content, touched, tmp_path):
+    """A power cut leaves an empty one. It counts as left behind, but not while it is new.
+
+    proper-lockfile 109: a clock that was ahead leaves it in the future.
+    """
     path = tmp_path / ".in-use"
     path.write_text(content)
-    os.utime(path, (0, 0))
+    os.utime(path, (touched, touched))
     with lease.held(path):
         assert path.read_text() != content
     path.write_text(content)
     lease.remove_if_left_behind(lease.SoftFileLease(path, lease_duration=lease.EXPIRES))
     assert path.read_text() == content
+
+
+@pytest.mark.check
+def test_nothing_is_written_in_a_folder_that_another_process_has_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: None)
+    folder = tmp_path / "log"
+    lease.hold(folder)
+    checkpoint.save(folder, {"position": 1}, {})
+    partial = files.write_beside(folder / "other", lambda file: None)
+    held = (folder / ".in-use").read_text()
+    (folder / ".in-use").write_text(OTHER.format("5" * 32))
+    before = everything(folder)
+    for write in (
+        lambda: checkpoint.save(folder, {"position": 2}, {}),
+        lambda: files.write_atomically(folder / "results.jsonl", b"mine"),
+        lambda: files.replace(partial, folder / "last.pt"),
+        lambda: files.link_or_copy(folder / "last.pt", folder / "best.pt"),
+    ):
+        with pytest.raises(RunError, match=r"process 99999999 on other has taken .*log from this"):
+            write()
+    assert everything(folder) == before
+    (folder / ".in-use").write_text(held)
+    checkpoint.save(folder, {"position": 2}, {})
+    launch.to_give_back.pop()()
+    checkpoint.save(folder, {"position": 3}, {})

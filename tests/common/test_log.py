@@ -1,8 +1,11 @@
 """What rank 0 logs: on a disk that fills up, and where TensorBoard is broken."""
 
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from forked import compute
 from recipes import ROOT
 
@@ -74,3 +77,38 @@ def test_progress_without_a_terminal(capsys):
         bar.display()
         assert capsys.readouterr().out.startswith("train.tar:  50%")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("kind", "bar"), [("dumb", False), ("xterm", True), (None, True)])
+def test_a_terminal_that_shows_no_bar(kind, bar, monkeypatch):
+    """smartos-live 603: a shell in Emacs writes each state of the bar behind the last one."""
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("TERM", raising=False)
+    if kind:
+        monkeypatch.setenv("TERM", kind)
+    assert log.shows_bars() == bar
+
+
+def test_figures_of_torch_and_numpy(tmp_path):
+    """transformers 10632: JSON has no float32; TensorBoard had none of them, without a word."""
+    position = Position(EpochSampler(100, 10), epochs=1)
+    run_log = log.Log(tmp_path, position)
+    run_log.start({}, [])
+    run_log.begin()
+    position.advance()
+    run_log.end(0)
+    figures = {"a": np.float32(0.5), "b": torch.tensor(0.5), "c": np.int64(2), "d": 0.5}
+    run_log.evaluation({}, {}, figures)
+    event = results.read(tmp_path / "results.jsonl")[-1]
+    assert [event[f"val/{name}"] for name in figures] == [0.5, 0.5, 2, 0.5]
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert [accumulator.Scalars(f"val/{name}")[0].value for name in figures] == [0.5, 0.5, 2, 0.5]
+
+
+def test_folders_of_runs_that_start_at_once(monkeypatch):
+    """hydra 2925: in the same second; in containers also with the same number of process."""
+    monkeypatch.setattr(log.time, "strftime", lambda _: "20261129-120000")
+    assert log.new_folder("mnist") != log.new_folder("mnist")

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -83,6 +84,9 @@ def test_best_is_the_highest():
     # NaN is such as an F1 of 0 / 0.
     values = (math.nan, 0.1, 0.3, math.nan, 0.2)
     assert [best.update(value) for value in values] == [False, True, True, False, False]
+    # A checkpoint can hold no number of NumPy.
+    best.update(np.int64(1))
+    assert type(best.state_dict()["value"]) is float
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

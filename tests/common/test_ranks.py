@@ -22,6 +22,20 @@ def test_fingerprints_of_data_sets():
     assert ranks.fingerprint(iter(())) == 0
 
 
+def test_fingerprints_of_any_tensors():
+    """Types that NumPy lacks, a gradient, a number for each sample, and no samples."""
+    labels = torch.tensor([0, 1, 0, 1])
+    for samples in (torch.rand(4, 2), torch.rand(4)):
+        half = samples.bfloat16()
+        changed = half.clone()
+        changed[0] += 1
+        one = ranks.fingerprint(TensorDataset(half, labels))
+        assert ranks.fingerprint(TensorDataset(half.requires_grad_(), labels)) == one
+        assert ranks.fingerprint(TensorDataset(changed, labels)) != one
+    ranks.fingerprint(TensorDataset(samples.cfloat(), labels.bool()))
+    ranks.fingerprint(TensorDataset(torch.empty(0, 3)))
+
+
 @pytest.mark.parametrize(
     ("numbers", "same"), [([5, 5, 5], True), ([4, 5, 6], False), ([0, 0, 1], False)]
 )

@@ -125,11 +125,3 @@ def test_the_rate_of_a_run_in_pieces(length, pieces, warmup_epochs, run):
         # The next step would have the rate 0.
         rates.set(position)
         assert rates.current == pytest.approx(0, abs=1e-9)
-
-
-def test_a_run_that_ends_before_the_rate_falls():
-    sampler = EpochSampler(100, 10)
-    (line,) = schedule.warn_if_short(2, Position(sampler, epochs=2))
-    assert line == "the rate only rises: --warmup-epochs 2 is not less than the 2 epochs of the run"
-    assert schedule.warn_if_short(2, Position(sampler, epochs=1, max_steps=15))
-    assert not schedule.warn_if_short(2, Position(sampler, epochs=3))

@@ -391,7 +391,6 @@ def pretend(gpus):
         (torch.accelerator, "current_accelerator", torch.device("cuda")),
         (cuda, "_lazy_init", None),
         (cuda, "is_initialized", True),
-        (cuda, "manual_seed_all", None),
         (cuda, "get_device_name", "pretended GPU"),
         (cuda, "get_device_capability", (9, 0)),
         (cuda, "is_bf16_supported", True),
@@ -411,7 +410,7 @@ def pretend(gpus):
         setattr(module, name, lambda *args, value=value, **kwargs: value)
     cuda.set_device = torch.accelerator.set_device_index = set_device
     cuda.current_device = torch.accelerator.current_device_index = lambda: current
-    cuda.default_generators = [generator] * gpus
+    cuda.default_generators = [generator, *(torch.Generator() for _ in range(gpus - 1))]
     cuda.manual_seed = generator.manual_seed
     cuda.get_rng_state = lambda *_: generator.get_state()
     cuda.set_rng_state = lambda state, *_: generator.set_state(state)

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 from launch import random_seed
-from PIL import EpsImagePlugin, Image
+from PIL import EpsImagePlugin, Image, PngImagePlugin
 
 from images.decode import FORMATS, BadImage, open_image
 
@@ -115,6 +115,13 @@ def test_a_colour_that_stands_for_transparent(photo):
     expected = np.asarray(photo).copy()
     expected[5, 3] = 128
     assert (found == expected).all()
+
+
+def test_a_long_text_beside_the_picture(photo):
+    """Pillow 8363: by default it refuses more than 1 MiB, such as the history of an editor."""
+    text = PngImagePlugin.PngInfo()
+    text.add_text("history", "x" * 2**21, zip=True)
+    assert np.array_equal(pixels_of(in_bytes(photo, "PNG", pnginfo=text)), np.asarray(photo))
 
 
 def test_too_many_pixels(monkeypatch):

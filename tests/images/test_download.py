@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tarfile
 import threading
@@ -131,10 +132,10 @@ def files_in(folder):
 
 
 def refused(dataset, folder):
-    """The error of a download that fails; it leaves no file."""
+    """The error of a download that fails; it leaves nothing, also no folder."""
     with pytest.raises(InputError) as raised:
         LOAD[dataset](folder, None, 0)
-    assert not files_in(folder), "a download that failed leaves nothing"
+    assert not list(folder.parent.iterdir()), "a download that failed leaves nothing"
     line = str(raised.value)
     assert "\n" not in line
     assert "the download failed" in line
@@ -234,4 +235,29 @@ def test_two_processes_that_cannot_download(mnist, tmp_path, monkeypatch, capfd)
     assert len(reasons) == 2
     assert sum("rank 1: " in line for line in reasons) == 1
     assert all("not found or corrupted" in line for line in reasons), "torchvision's reason"
-    assert not files_in(tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_by_a_signal(number, mnist, tmp_path, monkeypatch):
+    """It leaves nothing: `ln -s /datasets data` would else make a link in an empty folder."""
+    with Server(mnist, "stalled") as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        fork = multiprocessing.get_context("fork")
+        process = fork.Process(target=as_rank, args=(0, tmp_path / "data"), daemon=True)
+        process.start()
+        while not server.answers:
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        process.join(PATIENCE)
+    assert process.exitcode == -number
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_sigkill_left(mnist, tmp_path, monkeypatch):
+    """The next download removes it."""
+    (tmp_path / ".downloading-abc" / "MNIST").mkdir(parents=True)
+    with Server(mnist) as server:
+        monkeypatch.setattr(MNIST, "mirrors", [server.url])
+        digits.load(tmp_path / "data", None, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]

@@ -259,6 +259,34 @@ def test_two_processes_compute_what_one_does(strategy, in_float64, one_process, 
     assert accuracies == one_process[1]
 
 
+# A download takes a second, and fails where another process downloads to the same folder.
+SLOW_DOWNLOAD = """
+import time
+
+class MNIST(MNIST):
+    def __init__(self, folder, *train, download):
+        if not os.path.exists("downloaded"):
+            os.mkdir("downloading")
+            time.sleep(1)
+            os.rename("downloading", "downloaded")
+        super().__init__(folder, *train)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp_launch", "ddp_amp", "fsdp", "hvd_gloo"])
+def test_machines_with_a_shared_folder_download_once(strategy, few, tmp_path):
+    """Each of the two processes is the first one of its machine."""
+    for path in FILES:
+        text = path.read_text().replace("hvd.local_rank()", "0")
+        text = text.replace('int(os.environ["LOCAL_RANK"])', "0")
+        last = "from torchvision.datasets import MNIST\n"
+        assert text.count(last) == 1
+        (tmp_path / path.name).write_text(text.replace(last, f"{last}import os{SLOW_DOWNLOAD}"))
+    command = f"{command_of(strategy, 2, tmp_path)} {TWO} --epochs 1 --device cpu"
+    _, accuracies = train(command, few, tmp_path)
+    assert len(accuracies) == 1
+
+
 def test_amp_on_a_pretended_gpu(more, tmp_path):
     command = f"{command_of('ddp_amp', 2)} {TWO}"
     _, accuracies = train(command, more, tmp_path, PRETENDED_GPUS="2")

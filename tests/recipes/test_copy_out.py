@@ -44,7 +44,7 @@ def test_copy_out(name, tmp_path):
         # It fails without Apex, or else without a launcher.
         job = ForkedJob(command, elsewhere)
         assert job.finish() != 0
-        assert "from apex import amp" in job.output() or "torchrun" in job.output()
+        assert "Apex with amp is not installed" in job.output() or "torchrun" in job.output()
     else:
         assert compute(command, elsewhere).count(" | val loss ") == 1
 

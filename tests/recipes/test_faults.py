@@ -103,6 +103,25 @@ def test_loss_of_one_rank_is_not_finite(strategy, tmp_path):
     assert place(good(tmp_path / "log"))[0] == 1
 
 
+@pytest.mark.parametrize("recipe", ["ddp_amp.py", "hvd.py"])
+def test_gradients_that_are_never_finite(recipe, tmp_path):
+    """The loss is right, and fp16 skips every step: the run ends, and says why."""
+    if recipe == "hvd.py":
+        need_horovod("hvd_gloo")
+    loss = "            loss = F.cross_entropy(logits, labels)\n        # amp: else"
+    infinite = "            loss = loss + 0 * (logits - logits).float().abs().sqrt().sum()\n"
+    changed = loss.replace("        # amp", f"{infinite}        # amp")
+    copy = changed_copy(tmp_path, f"mnist/{recipe}", loss, changed)
+    command = strategies(2, copy)["hvd_gloo" if recipe == "hvd.py" else "ddp_launch"]
+    command = command.replace("ddp_launch.py", "ddp_amp.py")
+    said = compute(
+        f"{command} {SHORT} -b 4 --epochs 3 --amp-dtype fp16 --log-seconds 0", tmp_path, status=1
+    )
+    assert " skipped 10 lr" in said
+    assert "the loss scale has fallen to 6.10352e-05" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp_spawn"])
 def test_disk_full_during_a_save(strategy, tmp_path):
     """There is room for two checkpoints of 0.5 MB, and not for a third."""
@@ -205,7 +224,7 @@ def test_tiny_shared_memory(tree, tmp_path):
 def test_stacks_of_ranks_and_the_death_of_one(tmp_path):
     """SIGUSR2 to all processes of a job shows where each rank is, and training goes on.
 
-    If one is killed, the others end.
+    If one is killed, the others end, and the one that saves says how to continue.
     """
     command = f"python {ROOT}/mnist/ddp_spawn.py -g 2 {SHORT} --epochs 2000 --log-dir log"
     job = ForkedJob(command, tmp_path)
@@ -218,7 +237,8 @@ def test_stacks_of_ranks_and_the_death_of_one(tmp_path):
     epochs = job.output().count("epoch ")
     job.wait_for(f"epoch {epochs + 2}/2000")
     assert "ddp_spawn.py" in job.output()
-    rank, _ = psutil.Process(job.process.pid).children()
-    rank.kill()
+    _, last_rank = psutil.Process(job.process.pid).children()
+    last_rank.kill()
     assert job.finish() == 1
+    assert ": continue with --resume log/last.pt\n" in job.output()
     assert good(tmp_path / "log")

@@ -1,6 +1,7 @@
 """Every recipe on a pretended GPU (pretended_gpu.py): the results of a CPU, and no waits."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from statistics import median
@@ -323,6 +324,20 @@ def test_data_parallel_on_one_device(tmp_path):
     flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
     printed, _ = pretended(ROOT / "mnist" / "dp.py", flags, tmp_path)
     assert "DataParallel, 1 GPU(s) with 64 images each |" in printed
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10", "imagenet"])
+def test_data_parallel_draws_other_dropout_on_each_device(dataset, tmp_path):
+    """In each step, and the same ones in each run."""
+    line = (
+        "            print('seeds', *(g.initial_seed() for g in torch.cuda.default_generators))\n"
+    )
+    copy = changed_copy(tmp_path, f"{dataset}/dp.py", STEP, STEP + line)
+    flags = f"--synthetic 32 -b 8 --max-steps 3 --model lenet {small(dataset)} --log-dir"
+    printed, again = (pretended(copy / "dp.py", f"{flags} {run}", tmp_path)[0] for run in "ab")
+    seeds = re.findall("^seeds .*", printed, re.MULTILINE)
+    assert len({seed for line in seeds for seed in line.split()[1:]}) == 3 * 2
+    assert re.findall("^seeds .*", again, re.MULTILINE) == seeds
 
 
 def test_seeds_are_for_the_device_of_the_run(tmp_path):

@@ -118,7 +118,8 @@ def check_run(recipe, command, output, log_dir):
     assert f"batch 32 per process, {32 * world_size} global | lr 0.0" in starts[0], output
     result = r"loss [\d.]+ acc [\d.]+%"
     speed = r"[\d,]+ samples/s \| \d+% data wait \| after 0:\d\d:\d\d"
-    line = rf"^epoch 1/1: train {result} \| val {result} \| {speed}$"
+    # In fp16 there may be steps that were skipped.
+    line = rf"^epoch 1/1: train {result}(?: skipped \d+)? \| val {result} \| {speed}$"
     assert len(re.findall(line, output, re.MULTILINE)) == 1, output
     (result,) = evaluations(log_dir)
     assert result["epoch"] == 1
@@ -174,7 +175,7 @@ def test_forked_command(recipe, group, tmp_path):
     status, output = trained(group, ForkedJob, ROOT, tmp_path)
     if recipe.name == "apex_amp.py" and not apex_there():
         assert status == [1], output  # torchrun's own status for a worker that failed
-        assert "from apex import amp" in output or "Apex needs a GPU" in output
+        assert "Apex with amp is not installed" in output or "Apex needs a GPU" in output
         return
     assert status == [0] * len(group), output
     check_run(recipe, group[0], output, tmp_path)

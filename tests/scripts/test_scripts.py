@@ -234,8 +234,26 @@ def test_pin(start, tmp_path):
 
 
 def test_horovod_from_another_file(tmp_path):
+    """It also says how long it has taken."""
     (tmp_path / "other.tar.gz").write_text("another version")
-    # `true` in place of Python: all that is asked of it succeeds.
-    variables = {"HOROVOD_SDIST": "other.tar.gz", "PYTHON": "true"}
+    # In place of Python: all that is asked of it succeeds, and pip takes a moment.
+    fake = tmp_path / "python"
+    clock = 'exec python3 "$@"'
+    fake.write_text(f"#!/bin/sh\ncase $* in *minutes*) {clock};; *pip*) sleep 1;; esac\n")
+    fake.chmod(0o755)
+    variables = {"HOROVOD_SDIST": "other.tar.gz", "PYTHON": str(fake)}
     shown = run(f"{ROOT}/scripts/install_horovod.sh", tmp_path, status=1, **variables)
     assert "other.tar.gz: FAILED" in shown
+    assert shown.startswith("building Horovod: 0 min so far")
+
+
+def test_scripts_of_a_checkout_with_the_line_ends_of_windows(tmp_path):
+    """bash-git-prompt 345: WSL's bash refuses them."""
+    for name in (".gitattributes", "scripts/pin.sh"):
+        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "from" / name)
+    as_somebody = "git -c user.name=a -c user.email=a@b"
+    commit = f"git init -q && git add . && {as_somebody} commit -q -m begin"
+    run(f"cd from && {commit} && git clone -q -c core.autocrlf=true . ../to", tmp_path)
+    copy = (tmp_path / "to" / "scripts" / "pin.sh").read_bytes()
+    assert copy == (ROOT / "scripts" / "pin.sh").read_bytes()

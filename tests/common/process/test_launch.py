@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 
+import numpy as np
 import pytest
 import torch
 from forked import ForkedJob, compute
@@ -79,9 +80,13 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 before = [signal.getsignal(number) for number in numbers]
+def writers():
+    return [thread for thread in threading.enumerate() if "Writer" in type(thread).__name__]
 print("first", run("--epochs", "1", "--log-dir", "run"))
 print("second", run("--epochs", "2", "--log-dir", "run", "--resume", "auto"))
+os.environ["RANK"] = "0"
 print("wrong", run("--epochs", "0"))
+del os.environ["RANK"]
 threading.Thread(target=interrupt, daemon=True).start()
 try:
     # The watchdog of an interrupted run would end the process.
@@ -90,6 +95,7 @@ except KeyboardInterrupt:
     print("interrupted")
 time.sleep(12)
 assert [signal.getsignal(number) for number in numbers] == before
+assert not writers(), "a thread of TensorBoard is left"
 print("third", run("--epochs", "1", "--log-dir", "other", "--resume", "auto"))
 """
 
@@ -129,11 +135,21 @@ def test_code_after_a_rank(tmp_path):
     assert (tmp_path / "profile").stat().st_size
 
 
+def test_run_path_of_torchrun(tmp_path):
+    """It waits for what a function around the script hands on, after the script."""
+    flags = "--synthetic 320 --model lenet --device cpu --dry-run"
+    torchrun = "torchrun --standalone --nproc-per-node=2 --run-path"
+    assert " | val loss " in run(f"{torchrun} {ROOT}/mnist/ddp_launch.py {flags}", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "lower --batch"),
-        (RuntimeError("[enforce] not enough memory: you tried to allocate 9 bytes"), "lower --b"),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), "lower --batch"),
+        (MemoryError(), "(MemoryError)"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "fewer --workers"),
+        (RuntimeError("can't start new thread"), "fewer --workers"),
         (ValueError("Expected more than 1 value per channel when training, got"), "a larger --b"),
     ],
 )
@@ -142,6 +158,17 @@ def test_causes_that_are_explained(error, says, monkeypatch, capfd):
     with pytest.raises(SystemExit), launch.plain_exits():
         raise error
     assert says in one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty])
+def test_too_little_memory_of_the_machine(allocate, monkeypatch, capfd):
+    """What torch and NumPy say when the system refuses: no address space has so many bytes."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit), launch.plain_exits():
+        allocate(2**58)
+    line = one_line(capfd.readouterr().err)
+    assert "there is too little memory: lower --batch-size" in line
+    assert "allocate" in line
 
 
 def test_an_operation_without_a_deterministic_algorithm(tmp_path):

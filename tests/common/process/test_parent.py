@@ -12,8 +12,13 @@ from recipes import ROOT
 pytestmark = pytest.mark.check
 
 
-def test_a_process_outlives_the_thread_that_started_it():
-    """Without a launcher, as in a script that starts trainings from a pool of threads."""
+@pytest.mark.parametrize("variable", ["OTHER", "RANK"])
+def test_a_process_outlives_the_thread_that_started_it(variable, monkeypatch):
+    """Without a launcher, as in a script that starts trainings from a pool of threads.
+
+    RANK alone is no launcher: a service can have it.
+    """
+    monkeypatch.setenv(variable, "0")
     child = (
         "from common.process import parent\n"
         "parent.die_with_parent()\n"
