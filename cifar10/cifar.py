@@ -65,13 +65,13 @@ def load(
 
     root = Path(folder)
     download(root, TRAIN_FILES + VAL_FILES, fetch)
-    md5s = [md5 for _, md5 in CIFAR10.train_list + CIFAR10.test_list]
-    files = dict(zip(TRAIN_FILES + VAL_FILES, md5s, strict=True))
-    data.say_what_differs(world, "CIFAR-10", root, files)
     train_set, val_set = (
         data.checked(root / files[0], (3, 32, 32), functools.partial(read, root, files))
         for files in (TRAIN_FILES, VAL_FILES)
     )
+    md5s = [md5 for _, md5 in CIFAR10.train_list + CIFAR10.test_list]
+    md5_of = dict(zip(TRAIN_FILES + VAL_FILES, md5s, strict=True))
+    data.say_what_differs(world, "CIFAR-10", root, md5_of)
     return train_set, val_set
 
 

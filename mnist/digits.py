@@ -52,10 +52,10 @@ def load(
 
     root = Path(folder)
     download(root, list(FILES), lambda to: MNIST(to, download=True))
-    data.say_what_differs(world, "MNIST", root, FILES)
     train_images, _, val_images, _ = FILES
     train_set = data.checked(root / train_images, (1, 28, 28), functools.partial(read, True))
     val_set = data.checked(root / val_images, (1, 28, 28), functools.partial(read, False))
+    data.say_what_differs(world, "MNIST", root, FILES)
     return train_set, val_set
 
 
