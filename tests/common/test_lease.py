@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from forked import ForkedJob, compute
-from launch import everything
+from launch import everything, wait_until
 from recipes import ROOT, STEP, changed_copy
 
 from common import checkpoint, files, lease
@@ -21,9 +21,9 @@ ENDLESS = "--epochs 100000"
 def slow(to, host=None):
     """The command for an endless run, which takes its machine for `host`.
 
-    A step takes 0.5 s, and leaves the cores to other tests.
+    A step takes 0.1 s more, and leaves the cores to other tests.
     """
-    pause = "        __import__('time').sleep(0.5)\n"
+    pause = "            __import__('time').sleep(0.1)\n"
     copy = changed_copy(to, "mnist/single.py", STEP, STEP + pause)
     if host:
         path = copy / "single.py"
@@ -98,7 +98,8 @@ def test_on_another_machine(tmp_path):
     there.process.send_signal(signal.SIGSTOP)
     successor = ForkedJob(f"{here} --resume auto", tmp_path)
     successor.wait_for("resumed from")
-    successor.wait_for("| val ")
+    # The first evaluation may come before a step, and until then SIGTERM ends it without a save.
+    wait_until(lambda: successor.output().count("| val ") == 2, successor)
     successor.process.send_signal(signal.SIGTERM)
     assert successor.finish() == 0
     before = everything(tmp_path / "log")
