@@ -27,7 +27,7 @@ from common.files import (
 from common.ranks import World, all_same
 
 FORMAT = 6
-# Seconds for which ranks that see other checkpoints look again.
+# How long ranks that see different checkpoints retry, in seconds.
 LOOK_AGAIN = 60
 NAMES = ("last.pt", "previous.pt", "best.pt")
 
@@ -38,7 +38,7 @@ class CorruptCheckpoint(Exception):
 
 @dataclass
 class Found:
-    """The checkpoint to go on from, if `path` is not None, and the damaged ones before it."""
+    """The checkpoint to resume from (`path` None: none), and the damaged ones that were skipped."""
 
     path: Path | None = None
     saved: dict = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Found:
     empty: Path | None = None  # the folder in which --resume auto found no checkpoint
 
     def lines(self, position) -> list[str]:
-        """What to say of it: what was skipped, and where the run resumes, if it does."""
+        """Lines for the log: what was skipped, and where the run resumes, if it does."""
         lines = [f"skipped {path}: {reason}" for path, reason in self.damaged]
         if self.path:
             lines.append(
@@ -62,9 +62,9 @@ class Found:
 def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None:
     """Save the dict `state` as last.pt in `folder`, and the one before it as previous.pt.
 
-    `config` are the flags of the run. The best one gets the name best.pt, too.
-    Raises RunError if the file system refuses it, and TypeError or ValueError for what could not be
-    read again.
+    `config` are the flags of the run. With `is_best` it is also saved as best.pt.
+    Raises RunError if it cannot be written, and TypeError or ValueError for values that --resume
+    could not read.
     """
     untrusted.refuse_absurd_values(state)
     content = {"format": FORMAT, "config": as_json(config), **state}
@@ -72,7 +72,7 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
 
     def write():
         partial = write_beside(last, lambda file: write_tensors(content, file))
-        # First: a run that goes on from the new last.pt counts on it.
+        # First best.pt: a run that resumes from the new last.pt relies on it.
         if is_best:
             link_or_copy(partial, folder / "best.pt")
         if last.exists():
@@ -83,7 +83,7 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
         patiently(write)
     except OSError as error:
         for name in NAMES:
-            # Frees their space on a full disk.
+            # Free their space on a full disk.
             with suppress(OSError):
                 (folder / f".{name}.partial").unlink()
         raise RunError(
@@ -93,12 +93,12 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
 
 
 def write_tensors(content: dict, file: BinaryIO) -> None:
-    """torch.save to an open file, in which no tensor is copied; raises OSError and TypeError."""
+    """torch.save to an open file, without a copy in memory; raises OSError and TypeError."""
     try:
         torch.save(content, file)
     except RuntimeError as error:
-        # torch ends its file also after an OSError, or Ctrl-C in a notebook. It then says that its
-        # place there is wrong.
+        # After an OSError, or Ctrl-C in a notebook, torch still closes its archive. That fails with
+        # an error about positions in the file, which hides the first one.
         if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
             raise error.__context__ from error
         raise
@@ -111,14 +111,14 @@ def write_tensors(content: dict, file: BinaryIO) -> None:
 
 
 def as_json(config: dict) -> dict:
-    """`config` with values that JSON has: a flag's type can be anything."""
+    """`config` as JSON values: a flag can have any type."""
     return json.loads(json.dumps(config, default=str))
 
 
 def read(path: Path) -> tuple[dict, int]:
     """Return (the dict in the file `path`, a fingerprint of the file).
 
-    Raises CorruptCheckpoint for wrong content alone, and OSError for what the machine refuses.
+    Raises CorruptCheckpoint if the content is wrong, and OSError if the file cannot be read.
     """
     try:
         return read_surely(path, parse)
@@ -126,7 +126,7 @@ def read(path: Path) -> tuple[dict, int]:
         raise
     except OSError as error:
         if error.errno in (errno.EISDIR, errno.EINVAL):
-            raise CorruptCheckpoint("it is no regular file") from error
+            raise CorruptCheckpoint("it is not a regular file") from error
         raise
     # A file that torch.save did not write can raise anything.
     except Exception as error:
@@ -138,11 +138,11 @@ def read(path: Path) -> tuple[dict, int]:
 
 
 def parse(path: Path, mapped: bool) -> tuple[dict, int]:
-    """What read() returns; raises anything."""
+    """What read() returns, tried once. May raise any exception."""
     with zipfile.ZipFile(path) as archive:
         untrusted.refuse_compressed(archive)
         entries = archive.infolist()
-        # torch.load ignores CRC-32s, and reads an entry that is a folder (16) as zeros.
+        # torch.load ignores CRC-32s, and reads an entry marked as a folder (16) as zeros.
         if archive.testzip() or any(entry.external_attr & 16 for entry in entries):
             raise CorruptCheckpoint("it is damaged (a CRC-32 is wrong)")
     checksums = [entry.CRC for entry in entries]
@@ -152,17 +152,16 @@ def parse(path: Path, mapped: bool) -> tuple[dict, int]:
 
 
 def exists(resume: str | None, folder: Path | None) -> bool:
-    """Whether there may be a checkpoint that --resume means: it is not read."""
+    """Whether --resume may find a checkpoint, without reading one."""
     if resume == "auto":
         return folder is not None and any(Path(folder, name).exists() for name in NAMES)
     return resume is not None
 
 
 def find(resume: str, folder: Path | None) -> Found:
-    """Read the checkpoint that --resume means: a file, or the newest good one.
+    """Read the checkpoint for --resume: a file, or with "auto" the newest good one in `folder`.
 
-    "auto" means the newest in `folder`. A folder without one is right: the path is None.
-    Raises InputError.
+    If `folder` has none yet, the path is None. Raises InputError.
     """
     if resume != "auto":
         path = Path(resume)
@@ -179,7 +178,7 @@ def find(resume: str, folder: Path | None) -> Found:
         except FileNotFoundError:
             continue
         except OSError as error:
-            # It may be good.
+            # An older one would do, but this one may be good.
             raise InputError(f"--resume auto: {path}: {reason_of(error)}") from error
         except CorruptCheckpoint as error:
             damaged.append((path, reason_of(error)))
@@ -193,9 +192,9 @@ def find(resume: str, folder: Path | None) -> Found:
 
 
 def find_the_same(resume: str, folder: Path | None, world: World) -> Found:
-    """find(), on all ranks the same file; raises InputError.
+    """find() on all ranks, which have to find the same file; raises InputError.
 
-    The ranks look again for a minute, as long as NFS may hide a new file from a machine.
+    The ranks retry for a minute: a new file on NFS can take that long to appear on each machine.
     """
     for attempt in range(1 + LOOK_AGAIN // 5):
         if attempt > 0:
@@ -230,10 +229,10 @@ def resume(
     optional: Iterable[str] = (),
     world: World | None = None,
 ) -> Found:
-    """Load the checkpoint that --resume means, if any, into the objects of `state`.
+    """Load the checkpoint for --resume, if any, into the objects of `state`.
 
-    It was saved with the same `config`, but for the flags in `may_change`. The parts of `state`
-    that are `optional` may be missing in it. All ranks of `world` have to see the same file.
+    It must have been saved with the same `config`, except for the flags in `may_change`. It may
+    lack the `optional` parts of `state`. All ranks of `world` must see the same file.
     Raises InputError.
     """
     if resume is None:
@@ -262,7 +261,7 @@ def check_format(saved: dict) -> None:
 
 
 def check_config(saved: dict, config: dict, may_change: Iterable[str]) -> None:
-    """Raise InputError if flags that both have differ, and are not of those that may."""
+    """Raise InputError if a flag that both have differs and is not in `may_change`."""
     differences = [
         f"{flag} {brief(saved[flag])} (and this run {value})"
         for flag, value in as_json(config).items()
@@ -290,7 +289,7 @@ def load(saved: dict, state: dict, optional: Iterable[str]) -> None:
 
 
 def claim(folder: Path, found: Found) -> None:
-    """Make sure that `folder` is for a run that goes on from `found`; rename damaged checkpoints.
+    """Make sure that a run resumed from `found` can use `folder`; rename damaged checkpoints.
 
     Raises InputError if it holds another run, or a newer checkpoint.
     """
@@ -311,7 +310,7 @@ def claim(folder: Path, found: Found) -> None:
         for path in damaged:
             # Else the next save would overwrite the good previous.pt with it.
             path.rename(f"{path}.damaged")
-        # A new file, and one that replaces it.
+        # Try both that a save needs: to create a file, and to replace it.
         write_atomically(folder / ".writable", b"")
         write_atomically(folder / ".writable", b"")
         (folder / ".writable").unlink()

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler, TensorDataset
 from common.errors import InputError
 from common.files import read_surely
 
-# The batches that TensorLoader picks at once.
+# How many batches TensorLoader gathers at once.
 AT_ONCE = 32
 
 
@@ -30,9 +30,9 @@ class DataObject:
 class EpochSampler(Sampler[int]):
     """This rank's share of a permutation of `length` samples, a function of seed and epoch.
 
-    The k-th batches of all ranks are together that of one process with a batch of `global_batch`
-    samples. Samples that do not fill a global batch are left out until the next epoch.
-    Raises InputError if they fill none.
+    The k-th batches of all ranks together have the samples of the k-th batch of one process with
+    batch size `global_batch`. Samples that do not fill a global batch are dropped for this epoch.
+    Raises InputError if there are too few for one.
     """
 
     def __init__(self, length, batch_size, rank=0, world_size=1, *, seed=0, shuffle=True):
@@ -49,7 +49,7 @@ class EpochSampler(Sampler[int]):
                 f"{length} training samples do not fill one batch of {batch_size} "
                 f"on each of {world_size} processes"
             )
-        # (epoch, start, steps), in shared memory: loader workers live through all epochs.
+        # (epoch, start, steps), in shared memory: loader workers outlive an epoch.
         self._place = torch.zeros(3, dtype=torch.int64).share_memory_()
         self.set_epoch(0)
 
@@ -68,18 +68,18 @@ class EpochSampler(Sampler[int]):
     def set_epoch(self, epoch: int, start: int = 0, steps: int | None = None) -> None:
         """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already.
 
-        It goes on for `steps` steps, or to its end.
+        It has `steps` more steps, or None: all that are left.
         """
         if steps is None:
             steps = max(0, self.length - start) // self.global_batch
         self._place.copy_(torch.tensor([epoch, start, steps]))
 
     def __len__(self) -> int:
-        """The samples that this rank reads from here on."""
+        """The number of samples that this rank has yet to read."""
         return self.steps * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        # Each rank holds the numbers of all samples: int32 takes half of the memory.
+        # Each rank holds the indices of all samples: int32 takes half the memory.
         dtype = torch.int32 if self.length < 2**31 else torch.int64
         if self.shuffle:
             # The same on each rank.
@@ -96,7 +96,7 @@ class TensorLoader:
     """Batches of a dataset in memory: its tensors stay on `device` and are sliced there.
 
     `dataset` is a TensorDataset, or a Subset of one; a batch is a list of tensors, in its order.
-    AT_ONCE batches are copied at a time.
+    It gathers AT_ONCE batches in one operation.
     """
 
     def __init__(self, dataset: Dataset, sampler: Iterable, batch_size: int, device: torch.device):
@@ -116,22 +116,22 @@ class TensorLoader:
         indices = torch.tensor(list(self.sampler), dtype=torch.int64)
         if len(indices) == 0:
             return
-        # Many batches in one operation: a step then only takes a view.
+        # Many batches in one operation, so that each step only takes a view.
         for many in indices.to(self.tensors[0].device).split(AT_ONCE * self.batch_size):
             parts = [picked.split(self.batch_size) for picked in self.pick(many)]
             yield from map(list, zip(*parts, strict=True))
 
     def pick(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """The samples with these indices, each tensor in one piece."""
+        """The samples with these indices, as one tensor for each of `self.tensors`."""
         return [tensor.index_select(0, indices) for tensor in self.tensors]
 
 
 class Seeded(Dataset):
-    """`dataset`, with what a sample draws at random set by (seed, epoch, index).
+    """`dataset`, whose random augmentation depends only on (seed, epoch, index).
 
-    So augmentation is the same on any number of processes and loader workers, and after a resume.
-    It may draw from torch, numpy and random. `sampler` is the EpochSampler of the dataset; without
-    one a sample is the same in each epoch, as a validation set needs it.
+    So it is the same on any number of processes and loader workers, and after a resume. It may
+    draw from torch, numpy and random. `sampler` is the EpochSampler of the dataset; without one a
+    sample is the same in each epoch, as a validation set needs it.
     """
 
     def __init__(self, dataset: Dataset, sampler: EpochSampler | None = None):
@@ -148,7 +148,7 @@ class Seeded(Dataset):
             return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list:
-        """The samples of a batch. `dataset.prefetch`, if there is one, gets `indices` before."""
+        """The samples of a batch. Calls dataset.prefetch(indices) first, if there is one."""
         if hasattr(self.dataset, "prefetch"):
             self.dataset.prefetch(indices)
         return [self[index] for index in indices]
@@ -156,7 +156,7 @@ class Seeded(Dataset):
 
 @contextmanager
 def random_state(seed: int):
-    """Seed the CPU generators of torch, numpy and random, and put their states back at the end."""
+    """Seed the CPU generators of torch, numpy and random; restore their states at the end."""
     numpy_state = np.random.get_state()
     python_state = random.getstate()
     with torch.random.fork_rng(devices=()):
@@ -171,7 +171,7 @@ def random_state(seed: int):
 
 
 def read_array(path: str) -> np.ndarray:
-    """The array in a .npy file, mapped where it can be; reads no pickle. Raises anything."""
+    """The array in a .npy file, memory-mapped if possible, never a pickle. May raise anything."""
 
     def read(path, mapped):
         if mapped:
@@ -183,7 +183,7 @@ def read_array(path: str) -> np.ndarray:
 
 
 def seed_of(*numbers: int) -> int:
-    """A 63-bit seed that is a function of `numbers`."""
+    """A 63-bit seed, a hash of `numbers`."""
     digest = hashlib.blake2b(str(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -191,11 +191,11 @@ def seed_of(*numbers: int) -> int:
 def to_device(batch, device: torch.device):
     """`batch` with each tensor in it on `device`: a tensor, or nested dicts, lists and tuples.
 
-    Dtypes stay as they are, and so does everything that has no `to`.
+    Dtypes do not change. Objects with a method `to` are moved too, all others stay as they are.
     """
     if isinstance(batch, torch.Tensor):
-        # CUDA copies pageable memory aside before it returns. Others may read it later, when it has
-        # changed (pytorch issue 139550, on Apple's GPUs).
+        # CUDA stages pageable memory before the call returns. Other devices may read it later, when
+        # it has changed (pytorch issue 139550, on Apple's GPUs).
         is_safe = device.type == "cuda" or batch.is_pinned()
         return batch.to(device, non_blocking=is_safe)
     if isinstance(batch, Mapping):

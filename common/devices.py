@@ -18,8 +18,8 @@ from common.errors import InputError
 from common.files import cache_folder
 from common.ranks import World
 
-# How torchrun, horovodrun, Open MPI, MPICH and srun call the number of processes on this machine.
-# One that srun has started may have started another, which counts.
+# Where torchrun, horovodrun, Open MPI, MPICH and srun put the number of processes on this machine.
+# srun is last: it may have started one of the other launchers, whose number counts.
 LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "HOROVOD_LOCAL_SIZE",
@@ -29,20 +29,20 @@ LOCAL_SIZES = (
     "SLURM_STEP_TASKS_PER_NODE",
 )
 
-# What limits this container
+# The limits of this container
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def use(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
-    """Pick, make current and tune the device of process `local_rank` of those on this machine.
+    """Pick and set up the device of process `local_rank` of those on this machine.
 
-    --device, --deterministic and --cuda-graph say how. Raises InputError as pick() does.
+    Reads --device, --deterministic and --cuda-graph. Raises InputError as pick() does.
     """
     device = pick(args.device, local_rank, local_world_size)
     share_cores(local_world_size)
     tune(device, args.deterministic)
     if device.type != "cpu":
-        # What names no device, such as a seed or a process group, is for this one.
+        # Calls without a device, such as a seed or a new process group, now use this one.
         torch.accelerator.set_device_index(device.index)
     if args.cuda_graph:
         graph.prepare(args, device)
@@ -52,7 +52,7 @@ def use(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
 def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """The device for process `local_rank` of `local_world_size` on this machine.
 
-    `name` is a type, such as cuda or cpu, one device, such as cuda:1, or auto.
+    `name` is a type, such as cuda or cpu, a single device, such as cuda:1, or auto.
     Raises InputError if there are fewer devices than processes.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -85,16 +85,16 @@ def pick(name: str, local_rank: int = 0, local_world_size: int = 1) -> torch.dev
 def sees_only_its_own() -> bool:
     """Whether a scheduler or a wrapper may have given each process a device of its own.
 
-    SLURM's --gpu-bind=single and --gpus-per-task do. If all processes see the same one, NCCL says
-    so when they connect.
+    SLURM's --gpu-bind=single and --gpus-per-task do. If all processes see the same device after
+    all, NCCL reports it when they connect.
     """
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     return any(os.environ.get(name) for name in names)
 
 
 def own_cores(process: int = 0) -> list[int]:
-    """The numbers of the cores that this process may use, or the one with another id."""
-    # Only Linux has it.
+    """The cores that this process may use, or the process with that id."""
+    # Linux only.
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(process))
     return list(range(os.cpu_count()))
@@ -103,9 +103,9 @@ def own_cores(process: int = 0) -> list[int]:
 def cores_per_process(processes: int | None = None) -> int:
     """The number of cores for each process of a run on this machine: its own, or its share.
 
-    `processes` are started by this one, which binds none to cores (mp.spawn). Without it, a
-    launcher has started this one: srun gives each its own cores, and any other is assumed to have
-    bound this one if it may use more cores itself. If not, all share the cores they may use.
+    With `processes`, this one starts so many, and binds none to cores (mp.spawn). Without it, a
+    launcher started this one. srun binds each process to its own cores. Any other launcher is taken
+    to have done so if it may use more cores than this process; else all share the same cores.
     """
     own = own_cores()
     bound = False
@@ -119,10 +119,10 @@ def cores_per_process(processes: int | None = None) -> int:
 
 
 def cores_of_machine() -> int:
-    """The cores of the machine, or those whose time a container may use (docker run --cpus)."""
+    """The cores of the machine, or the CPU quota of the container (docker run --cpus), in cores."""
     count = os.cpu_count()
     with suppress(OSError, ValueError):
-        # Or "max", without a limit.
+        # The quota is "max" without a limit.
         quota, period = (CGROUP / "cpu.max").read_text().split()
         count = min(count, int(quota) // int(period))
     # Version 1 of cgroups.
@@ -136,24 +136,24 @@ def cores_of_machine() -> int:
 
 
 def started_by_srun() -> bool:
-    """Whether this process is a task of a step of SLURM, and no other launcher is in between."""
+    """Whether srun started this process directly, with no other launcher in between."""
     others = ("TORCHELASTIC_RUN_ID", *LOCAL_SIZES[1:-1])
     return "SLURM_STEP_TASKS_PER_NODE" in os.environ and not any(map(os.environ.get, others))
 
 
 def share_cores(local_world_size: int) -> None:
     """Use one thread per core of this process's share, unless OMP_NUM_THREADS is set."""
-    # OpenMP ignores what is no number, and then each process would use all cores.
+    # OpenMP ignores a value that is not a number; each process would then use all cores.
     is_set = re.match("[1-9]", os.environ.get("OMP_NUM_THREADS", ""))
     chosen = torch.get_num_threads()
     share = max(1, min(chosen, cores_of_machine()) // local_world_size)
-    # One process without a limit keeps what torch has chosen.
+    # A single process without a limit keeps torch's choice.
     if share < chosen and not is_set:
         torch.set_num_threads(share)
 
 
 def describe(device: torch.device) -> str:
-    """Its type and name, for people."""
+    """The device's type and name, for the log."""
     name = (
         f"{os.cpu_count()} cores" if device.type != "cuda" else torch.cuda.get_device_name(device)
     )
@@ -161,30 +161,30 @@ def describe(device: torch.device) -> str:
 
 
 def tune(device: torch.device, deterministic: bool = False) -> None:
-    """Let convolutions and matrix products be fast: cuDNN's search, TF32, and what a CPU needs.
+    """Make training fast: cuDNN's search for algorithms, TF32, and settings for a CPU.
 
-    A `deterministic` run computes the same bits each time on the same machine, which on a GPU is
-    slower. An operation that has no such algorithm then raises RuntimeError.
+    A `deterministic` run computes the same bits each time on the same machine, which is slower on
+    a GPU. An operation without a deterministic algorithm then raises RuntimeError.
     """
-    # Tries the algorithms for each convolution once, and keeps the fastest.
+    # cuDNN tries the algorithms for each convolution once, and keeps the fastest.
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        # cuBLAS reads it when it starts. It asks for two buffers that it does not share.
+        # With a workspace of fixed size cuBLAS is deterministic. It reads this when it starts.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device.type == "cuda":
-        # TF32, as in convolutions.
+        # TF32 for matrix products, as torch uses in convolutions.
         torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
         libc = ctypes.CDLL(None)
-        # Only glibc has it.
+        # glibc only.
         if hasattr(libc, "mallopt"):
             keep_freed_memory(libc)
             schedule_as_batch(libc)
 
 
 def keep_freed_memory(libc: ctypes.CDLL) -> None:
-    """Let glibc keep it: else page faults fetch it again in each step (docs/cpu.md)."""
+    """Keep glibc from returning freed memory: each step would page-fault it in (docs/cpu.md)."""
     M_TRIM_THRESHOLD = -1
     M_MMAP_MAX = -4
     libc.mallopt(M_MMAP_MAX, 0)
@@ -192,7 +192,7 @@ def keep_freed_memory(libc: ctypes.CDLL) -> None:
 
 
 def schedule_as_batch(libc: ctypes.CDLL) -> None:
-    """Let no thread of this process interrupt the one that wakes it (docs/cpu.md)."""
+    """SCHED_BATCH for all threads: a woken thread does not preempt its waker (docs/cpu.md)."""
     no_priority = bytes(4)
     # A chroot may have no /proc.
     with suppress(OSError):
@@ -201,12 +201,12 @@ def schedule_as_batch(libc: ctypes.CDLL) -> None:
 
 
 def warn_if_slow(world: World, dtype: torch.dtype) -> None:
-    """Say so if the device is a CPU that has no units for this 16-bit type."""
-    # torch 2.8 does not say which units a CPU has.
+    """Print a line if the device is a CPU without instructions for this 16-bit type."""
+    # torch 2.8 cannot tell which units a CPU has.
     if world.device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
         return
     short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    # Such as avx512_bf16 and amx_bf16. Of other architectures torch may know none.
+    # Such as avx512_bf16 and amx_bf16. For other architectures torch may list none.
     units = {name: there for name, there in torch.cpu.get_capabilities().items() if short in name}
     if units and not any(units.values()):
         world.say(f"this CPU has no {short} units ({', '.join(units)}): fp32 is faster on it")
@@ -221,7 +221,7 @@ def adapt(model: torch.nn.Module, args) -> None:
 
 
 def use_channels_last(model: torch.nn.Module) -> None:
-    """Keep weights and images (each input [N, C, H, W]) in NHWC, as tensor cores like it."""
+    """Keep weights and images (each input [N, C, H, W]) in NHWC, which suits tensor cores."""
 
     def convert(_, inputs):
         return tuple(
@@ -236,7 +236,7 @@ def use_channels_last(model: torch.nn.Module) -> None:
 
 
 def compile_model(model: torch.nn.Module) -> None:
-    """torch.compile `model` in place: a checkpoint keeps its names. Raises InputError."""
+    """torch.compile `model` in place, so that weights keep their names. Raises InputError."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         raise InputError("--compile needs a C++ compiler: apt-get install g++, or set CXX")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -245,15 +245,15 @@ def compile_model(model: torch.nn.Module) -> None:
 
 
 def folder_for_kernels() -> Path:
-    """A folder for what torch.compile makes, of this kind of CPU. Raises InputError.
+    """A cache folder for what torch.compile builds on this kind of CPU. Raises InputError.
 
-    torch's default is /tmp/torchinductor_USER: anybody could make that folder, and torch unpickles
-    what it finds there. Where the cache folder cannot be written, it is a new one of this process.
+    torch's default is /tmp/torchinductor_USER: anybody could create that folder, and torch
+    unpickles what it finds there. If the cache is read-only, it is a new temporary folder.
     """
     with suppress(RuntimeError, OSError):
         folder = cache_folder() / "torchinductor" / kind_of_cpu()
         folder.mkdir(parents=True, exist_ok=True)
-        # g++ gets names with a space as two.
+        # g++ would take a path with a space for two.
         if os.access(folder, os.W_OK) and not re.search(r"\s", str(folder)):
             return folder
     try:
@@ -267,9 +267,9 @@ def folder_for_kernels() -> Path:
 
 
 def kind_of_cpu() -> str:
-    """The same for CPUs of one kind: nodes of others can share a home, and kernels are for one."""
+    """A name for this kind of CPU. Kernels are built for one kind, and nodes can share a home."""
     kind = platform.machine()
-    # Only Linux has it.
+    # Linux only.
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text()
         of_kind = re.findall("^(?:model name|flags|Features).*", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a recipe says to people: its errors, which launch.plain_exits reports, and its lines."""
+"""Errors, which launch.plain_exits() reports in one line, and safe printing."""
 
 import os
 import reprlib
@@ -6,13 +6,13 @@ import sys
 
 
 class InputError(ValueError):
-    """What the user gave does not fit: a flag, a file, a launcher. The message says what to do."""
+    """A wrong flag, file or launcher: the user has to change it. The message says what to do."""
 
     status = 2
 
 
 class RunError(RuntimeError):
-    """The run cannot go on: a full disk, a loss that is not finite. The message says what to do."""
+    """The run has failed: a full disk, a loss that is not finite. The message says what to do."""
 
     status = 1
 
@@ -24,24 +24,24 @@ def in_one_line(error: Exception) -> str:
 
 
 def brief(value) -> str:
-    """The beginning of a value from a file, which can be of any size."""
+    """The beginning of a value from an untrusted file, which can be of any size."""
     short = reprlib.Repr()
     short.maxlevel = 2
     return value[:200] if isinstance(value, str) else short.repr(value)
 
 
 def printable(text: str) -> str:
-    """`text` in one line, in which \\x1b stands for what a terminal would act on."""
+    """`text` in one line, with control characters escaped, such as \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def show(line: str) -> None:
-    """Print a line. A terminal that is gone, or a full disk behind it, does not end the run.
+    """Print a line. The run continues if stdout is a closed terminal, or a file on a full disk.
 
-    Texts of files are a part of many lines: the names of classes, and what a checkpoint says.
+    Many lines quote untrusted files, such as class names in a checkpoint: so they are escaped.
     """
     try:
         print(printable(line), flush=True)
     except OSError:
-        # Python would fail again when it flushes at its end.
+        # Else Python fails again when it flushes stdout at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

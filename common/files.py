@@ -1,4 +1,4 @@
-"""Files that are there as a whole, or not at all."""
+"""Atomic file writes, and reads that retry."""
 
 import errno
 import os
@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from common import lease
 
-# What a machine refuses for a moment: a handle of NFS is stale, a server or a disk does not answer,
-# a file is busy, or too many are open.
+# Errors that may pass: a stale NFS handle, a server or disk that does not answer, a busy file, too
+# many open files.
 MAY_PASS = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -22,12 +22,12 @@ MAY_PASS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-# Seconds to wait before each further try.
+# Seconds to wait before each retry.
 PAUSES = (0.1, 0.5, 2, 5)
 
 
 def refusal(error: BaseException | None) -> OSError | None:
-    """The OSError that may pass, if one is behind `error`: zipfile words it as a damaged file."""
+    """The OSError that may pass, if one caused `error`: zipfile reports it as a damaged file."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in MAY_PASS:
             return error
@@ -36,7 +36,7 @@ def refusal(error: BaseException | None) -> OSError | None:
 
 
 def patiently(act: Callable):
-    """act(), again for some seconds while the machine refuses it; raises what the last one does."""
+    """act(), with retries for some seconds while an error may pass; raises the last one."""
     for pause in PAUSES:
         try:
             return act()
@@ -48,10 +48,11 @@ def patiently(act: Callable):
 
 
 def read_surely(path, read: Callable):
-    """read(path, mapped=True), or read(path, mapped=False) once the whole file could be read.
+    """read(path, mapped=True), or if that fails, read(path, mapped=False).
 
-    What a machine refuses, mmap of some network file systems for example, looks like damage in the
-    words of a library. So what this raises is about the content, unless it is an OSError.
+    Libraries report some I/O errors as damage, such as an mmap that a network file system does not
+    support. So the second try comes once the whole file could be read: an exception is then about
+    the content, unless it is an OSError.
     """
 
     def look_twice():
@@ -64,7 +65,7 @@ def read_surely(path, read: Callable):
         try:
             return read(path, mapped=False)
         except OSError as error:
-            # A damaged file can name a place before its beginning.
+            # Not an I/O error: a damaged file can hold a negative offset.
             if error.errno in (None, errno.EINVAL):
                 raise ValueError(str(error)) from error
             raise
@@ -73,7 +74,7 @@ def read_surely(path, read: Callable):
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again, in which no other user writes.
+    """The user's cache folder, in which no other user can write.
 
     Raises RuntimeError in a container whose user has no home.
     """
@@ -81,7 +82,7 @@ def cache_folder() -> Path:
 
 
 def read_regular(path) -> bytes:
-    """The content of a file that has an end: no /dev/zero, and no pipe. Raises OSError."""
+    """The content of a regular file. Raises OSError, also for a pipe or a device."""
 
     def read():
         with open_regular(path) as file:
@@ -91,24 +92,24 @@ def read_regular(path) -> bytes:
 
 
 def open_regular(path) -> BinaryIO:
-    """Open a file that has an end, to read it. Raises OSError."""
+    """Open a regular file to read it. Raises OSError, also for a pipe or a device."""
     try:
-        # O_NONBLOCK: else it waits for somebody who writes to a pipe.
+        # O_NONBLOCK: to open a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except BlockingIOError:
-        # It is no pipe: another program has a lease on it, and gives it back.
+        # Another program has a lease on the file (fcntl F_SETLEASE): wait until it lets go.
         descriptor = os.open(path, os.O_RDONLY)
     file = open(descriptor, "rb", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
 def write_atomically(path: Path, *parts) -> None:
-    """Let `parts`, which are bytes or other buffers, be the file `path`, or none of them.
+    """Write `parts`, which are bytes or other buffers, to the file `path`, all or nothing.
 
-    Also in a crash. Raises OSError.
+    That holds in a crash, too. Raises OSError.
     """
 
     def write(file):
@@ -119,14 +120,14 @@ def write_atomically(path: Path, *parts) -> None:
 
 
 def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Make a file beside `path`, which write(file) writes, and replace() renames to `path`.
+    """Make a temporary file beside `path` by write(file); replace() then renames it to `path`.
 
     Raises OSError, RunError as lease.require() does, and what `write` raises.
     """
     lease.require(path.parent)
     partial = path.with_name(f".{path.name}.partial")
-    # One that a crash left may have another name by now: its content stays as it is. So does the
-    # file behind a link that somebody else made there.
+    # Delete one that a crash left, not overwrite it: it may be a hard link to a checkpoint, or a
+    # symbolic link that somebody else made.
     partial.unlink(missing_ok=True)
     try:
         with open(partial, "xb") as file:
@@ -134,7 +135,7 @@ def write_beside(path: Path, write: Callable[[BinaryIO], object]) -> Path:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        # Frees its space on a full disk.
+        # Free its space on a full disk.
         partial.unlink(missing_ok=True)
         raise
     return partial
@@ -148,7 +149,7 @@ def replace(partial: Path, path: Path) -> None:
 
 
 def link_or_copy(there: Path, path: Path) -> None:
-    """Let `path` be another name of the file `there`, or a copy; raises OSError and RunError."""
+    """Make `path` a hard link to the file `there`, or a copy; raises OSError and RunError."""
     lease.require(path.parent)
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -162,17 +163,17 @@ def link_or_copy(there: Path, path: Path) -> None:
             os.fsync(copy.fileno())
     lease.require(path.parent)
     os.replace(partial, path)
-    # If both names already meant one file, os.replace has done nothing.
+    # os.replace does nothing if both names are hard links to one file.
     partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Let new names in `folder` survive a power cut, where the file system can; raises OSError."""
+    """fsync `folder`, so that new names in it survive a power cut; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # CIFS and some FUSE file systems refuse it. The file itself is on the disk.
+        # CIFS and some FUSE file systems cannot. The file itself has been synced.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:

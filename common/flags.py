@@ -1,4 +1,4 @@
-"""The flags of every run, and the types of flags. A recipe adds those of its training."""
+"""The flags that all recipes share, and their types. A recipe adds its own."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.errors import InputError
 
-# The flags of ddp_spawn.py, and of tutorials, that say which processes to start.
+# Flags of ddp_spawn.py, and of tutorials, for the processes to start.
 OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
 
 
@@ -24,16 +24,15 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, which ends the recipe in one line.
 
-    What is trained, and how, are its flags; `task` is the name of that. A run that resumes needs
-    the same ones. The flags of add_run_group() may differ: they are about this run.
-    A flag that takes a path refuses a URL and an empty text, and ~ is a home.
+    `task` names what is trained. A resumed run must have the same flags, except for those that
+    add_run_group() adds. A path may start with ~; a URL or an empty path is an error.
     """
 
     def __init__(self, doc: str, task: str = ""):
         super().__init__(description=doc, formatter_class=HelpFormatter, allow_abbrev=False)
         self.run_groups = {}
         self.may_change = set()
-        # Some recipes have flags for these. The log shows a figure as `forms` says (Log).
+        # Defaults for recipes without these flags. `forms` says how the log prints a figure (Log).
         self.set_defaults(
             accumulate=1, channels_last=False, cuda_graph=False, evaluate=False, forms={}
         )
@@ -41,9 +40,9 @@ class Parser(argparse.ArgumentParser):
             self.set_defaults(task=task)
 
     def add_run_group(self, title: str = "run"):
-        """Return add_argument() of a group of flags that may differ in a run that resumes."""
+        """Return add_argument() of a group of flags that may differ when a run resumes."""
         if title not in self.run_groups:
-            about = "may differ in a run that resumes"
+            about = "may differ when a run resumes"
             self.run_groups[title] = self.add_argument_group(title, about)
 
         def add_argument(*names, **options):
@@ -53,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         return add_argument
 
     def _get_value(self, action, arg_string):
-        """What the text of a flag means; here all of them pass."""
+        """Convert a flag's text: check paths, and expand ~. argparse calls it for each value."""
         if takes_path(action):
             name = "/".join(action.option_strings) or action.dest
             # A default may be empty.
@@ -67,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         parsed, rest = super().parse_known_args(args, namespace)
-        # A list, as the order of a set differs between processes.
+        # As a list: the order of a set differs between processes.
         parsed.may_change = sorted(self.may_change)
         return parsed, rest
 
@@ -82,18 +81,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def takes_path(action: argparse.Action) -> bool:
-    """Whether its value is a path: a Path, a FILE, a DIR, or the value of --...-dir."""
+    """Whether the flag takes a path: type Path, metavar FILE or DIR, or a name ending in -dir."""
     is_path = action.type is Path or action.metavar in ("FILE", "DIR")
     return is_path or action.dest.endswith("_dir")
 
 
 def is_url(text: str) -> bool:
-    """Such as s3://bucket/run, which would become a local folder s3:."""
+    """Whether `text` is like s3://bucket/run, which would become a local folder s3:."""
     return re.match(r"[A-Za-z][\w.+-]+:/", text) is not None
 
 
 def whole_number(text: str, low: int, high: int = 2**31 - 1) -> int:
-    """The number in `text`. What takes it, such as a timer, can hold no more than 31 or 63 bits."""
+    """The number in `text`, within limits: a timer, for one, overflows above 31 or 63 bits."""
     value = int(text)
     if value < low:
         raise argparse.ArgumentTypeError(f"{text} is not at least {low}")
@@ -150,17 +149,17 @@ def add_training_flags(
     weight_decay: float | None = 0,
     scale_lr: str = "linear",
 ) -> None:
-    """Add the flags of training, of a run, of its checkpoints and its output, with these defaults.
+    """Add the flags for training, checkpoints and output, with these defaults.
 
-    devices, schedule, weights and run.Run read them. Without `lr`, the recipe sets it. With None,
-    there is no --momentum or no --weight-decay.
+    devices, schedule, weights and run.Run read them. With lr=None the recipe sets the rate itself.
+    With momentum=None or weight_decay=None there is no such flag.
     """
     add = parser.add_argument
     add(
         "--warmup-epochs",
         type=non_negative_float,
         default=warmup_epochs,
-        help="epochs of a rising rate",
+        help="epochs in which the rate rises",
     )
     if momentum is not None:
         add("--momentum", type=fraction, default=momentum, help="momentum of SGD")
@@ -181,7 +180,7 @@ def add_training_flags(
         "-G",
         "--global-batch-size",
         type=positive_int,
-        help="samples of all processes together; --lr is then the rate for them",
+        help="samples of all processes together; --lr is then the rate for this batch",
     )
     add(
         "--test-batch-size",
@@ -189,12 +188,12 @@ def add_training_flags(
         default=test_batch_size,
         help="batch size of evaluation",
     )
-    by_model = "" if lr else "; if not given, by model"
+    by_model = "" if lr else "; by default, depends on the model"
     add(
         "--lr",
         type=positive_float,
         default=lr,
-        help=f"highest learning rate of one process{by_model}",
+        help=f"peak learning rate of one process{by_model}",
     )
     add(
         "--scale-lr",
@@ -205,25 +204,36 @@ def add_training_flags(
     add("--device", default="auto", help="cuda, xpu, mps, cpu; auto: what torch.accelerator finds")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--eval-every", type=positive_int, metavar="STEPS", help="also evaluate within an epoch")
-    add("--timeout", type=positive_int, default=600, help="end a step that takes so many seconds")
     add(
-        "--dry-run", action="store_true", help="try a step and a batch of evaluation; write nothing"
+        "--timeout",
+        type=positive_int,
+        default=600,
+        help="seconds until a step counts as hung: its process ends",
     )
-    add("--deterministic", action="store_true", help="compute the same bits again; slower on a GPU")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="try one step and one batch of evaluation; write nothing",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="compute the same bits each time; slower on a GPU",
+    )
     add("--profile", action="store_true", help="trace ten steps of rank 0, for ui.perfetto.dev")
     # torch.distributed.launch passes it.
     add("--local-rank", type=int, help=argparse.SUPPRESS)
     add = parser.add_run_group("checkpoints")
-    add("--init-from", metavar="FILE", help="begin with weights: state_dict, safetensors, .pt")
-    add("--init-partial", action="store_true", help="let --init-from leave out what does not fit")
+    add("--init-from", metavar="FILE", help="start from weights: state_dict, safetensors, .pt")
+    add("--init-partial", action="store_true", help="let --init-from skip weights that do not fit")
     add("--resume", metavar="FILE", help="resume from a checkpoint; auto: the newest in --log-dir")
     add("--checkpoint-every", type=positive_int, metavar="STEPS", help="also save within an epoch")
     add = parser.add_run_group("output")
-    add("--log-dir", metavar="DIR", help="folder of the run; if not given, a new one in runs/")
+    add("--log-dir", metavar="DIR", help="folder of the run; by default a new one in runs/")
     add("--log-interval", type=positive_int, metavar="STEPS", help="print a line every N steps")
     add(
         "--log-seconds",
         type=non_negative_float,
         metavar="SECONDS",
-        help="print no more than a line in N seconds; 10, or 0 with --log-interval",
+        help="print at most one line every N seconds; 10, or 0 with --log-interval",
     )

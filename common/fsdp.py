@@ -1,6 +1,6 @@
-"""What only fsdp.py needs: which modules to shard, and the state as the other recipes save it.
+"""For fsdp.py only: which modules to shard, and unsharded state as the other recipes save it.
 
-All ranks call the functions of this file that gather or share tensors.
+All ranks call the functions of this file that gather or scatter tensors.
 """
 
 import torch
@@ -17,7 +17,7 @@ from common import optimizers
 
 
 def blocks(module: nn.Module):
-    """Yield the modules in each list of modules: of ResNet its blocks, of ViT its layers."""
+    """Yield each module in a list of modules: the blocks of a ResNet, the layers of a ViT."""
     lists = (nn.Sequential, nn.ModuleList)
     for child in module.children():
         if not isinstance(module, lists) or isinstance(child, lists):
@@ -28,14 +28,14 @@ def blocks(module: nn.Module):
 
 
 def share_out(whole: nn.Module | None, model: nn.Module, device: torch.device) -> None:
-    """Give `model`, which is sharded and on the meta device, memory, and rank 0's `whole` model.
+    """Allocate `model`, sharded and on the meta device, and load rank 0's `whole` model into it.
 
-    Each rank gets its shares of one weight after the other; other ranks have no `whole`.
+    Rank 0 sends each rank its shards, one weight after the other; other ranks have no `whole`.
     """
     model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
-    # A state_dict has not all of them.
+    # A state_dict lacks buffers that are not persistent.
     values = dict(whole.named_buffers()) if whole else {}
     for name, buffer in model.named_buffers():
         if whole:
@@ -44,7 +44,7 @@ def share_out(whole: nn.Module | None, model: nn.Module, device: torch.device) -
 
 
 class WholeModel:
-    """The state_dict of a sharded model, unsharded, on the CPU of rank 0; other ranks get none."""
+    """The unsharded state_dict of a sharded model, on the CPU of rank 0; other ranks get none."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -54,7 +54,7 @@ class WholeModel:
         return get_model_state_dict(self.model, options=options)
 
     def load_state_dict(self, state: dict) -> None:
-        """Load a whole state, which every rank has read; each keeps its share."""
+        """Load an unsharded state, which every rank has read; each keeps its shard."""
         set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
 
     def parameters(self):
@@ -62,10 +62,9 @@ class WholeModel:
 
 
 class WholeOptimizer:
-    """The state_dict of the optimizer of a sharded model, as that of a model that is whole.
+    """The unsharded state_dict of a sharded model's optimizer, on the CPU of rank 0.
 
-    It is on the CPU of rank 0.
-    Its options, such as the rate and `foreach`, are those of this run, not of the checkpoint.
+    Loading keeps the options of this run, such as the rate and `foreach`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -84,7 +83,7 @@ class WholeOptimizer:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def load_state_dict(self, state: dict) -> None:
-        """Load a whole state, which every rank has read; each keeps its share."""
+        """Load an unsharded state, which every rank has read; each keeps its shard."""
         optimizers.check(self.optimizer, state)
         own = self.optimizer.state_dict()
         weights = self.weights()
@@ -96,26 +95,26 @@ class WholeOptimizer:
 
 
 def as_whole(groups: list[dict]) -> list[dict]:
-    """The options of parameter groups, as the other recipes have them."""
+    """The options of parameter groups, as the other recipes save them."""
     return [group | {"fused": True, "foreach": None} for group in groups]
 
 
 def gather(value):
-    """A DTensor as a whole tensor on the CPU of rank 0; anything else as it is."""
+    """A DTensor as a full tensor on the CPU of rank 0 (None elsewhere); anything else as it is."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()
-    # Else a machine holds it once for each of its ranks.
+    # Rank 0 only: else a machine holds a copy for each of its ranks.
     return whole.cpu() if dist.get_rank() == 0 else None
 
 
 def share_of(value, weight: DTensor):
-    """This rank's share of a tensor of the shape of `weight`; anything else as it is."""
+    """This rank's shard of a tensor that has the shape of `weight`; anything else as it is."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != weight.shape:
         return value
-    # src_data_rank=None: nothing is sent, as all ranks have read it.
+    # src_data_rank=None: send nothing, as all ranks have read the tensor.
     share = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
-    # Else a view, which keeps the whole tensor.
+    # A view would keep the full tensor in memory.
     return share.clone()

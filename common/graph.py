@@ -1,6 +1,6 @@
-"""A whole training step as one CUDA graph: one launch per step, so that the GPU waits for nothing.
+"""A whole training step as one CUDA graph, launched at once: no launch overhead per kernel.
 
-What torch asks of a capture: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+What torch requires of a capture: docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
 from collections.abc import Callable
@@ -10,45 +10,45 @@ import torch
 from common.errors import InputError
 from common.ranks import World
 
-# DDP looks at the times of its first ten steps, and waits for them. Before that it lays out its
-# buckets anew, cuDNN searches for the fastest algorithms, and the optimizer makes its momentum.
+# Steps before the capture. DDP measures its first ten steps, which syncs with the GPU. It also
+# rebuilds its buckets, cuDNN searches for fast algorithms, and the optimizer creates its momentum.
 WARM_UP = 11
 
 
 def add_flag(parser) -> None:
-    """Add --cuda-graph: devices.use() prepares for it, and Captured is it."""
+    """Add --cuda-graph: devices.use() prepares for it, and Captured runs it."""
     add = parser.add_run_group()
     add("--cuda-graph", action="store_true", help="run each step as one CUDA graph: one launch")
 
 
 def prepare(args, device: torch.device) -> None:
-    """Let this process work on a stream of its own, as the default stream cannot be captured.
+    """Switch this process to a side stream, as the default stream cannot be captured.
 
-    It comes before the model: DDP and autograd work on the stream where they were built.
-    Raises InputError if `device` has no CUDA graphs, or for a flag that does not go with them.
+    Call it before building the model: DDP and autograd stay on the stream they were built on.
+    Raises InputError if `device` has no CUDA graphs, or a flag does not work with them.
     """
     if device.type != "cuda":
         raise InputError(f"--cuda-graph needs a CUDA device, not {device.type}: leave it out")
     if args.accumulate > 1:
-        raise InputError("--cuda-graph does not go with --accumulate: leave one of them out")
+        raise InputError("--cuda-graph does not work with --accumulate: leave one of them out")
     torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 class Captured:
     """`step`, a function of the parts of a batch, as a CUDA graph.
 
-    The first WARM_UP calls run `step`. The next one captures what it does on the GPU, and from
-    then on a call copies its batch to where the captured one lies, and launches all of it at once.
-    A launch repeats the kernels, and no Python:
+    The first WARM_UP calls run `step`. The next one captures its GPU work. From then on a call
+    copies its batch into the captured one, and launches the whole graph. That replays the kernels,
+    not the Python code:
 
-    - Each tensor that `step` uses has to stay where it is: weights, momentum, sums.
-    - A number of Python keeps the value that it had at the capture. The rates of `optimizers` are
-      the exception: they are read from the device, where each call puts them. So the optimizers
-      have to be fused, or capturable.
-    - Random numbers come from torch's generator of the device, which may be seeded between calls.
-    - A line that waits for the GPU, as item() does, raises RuntimeError in the capture.
+    - Each tensor that `step` uses must stay at its address: weights, momentum, sums.
+    - A Python number keeps its value from the capture, except for the rates of `optimizers`: each
+      call copies them to the device, and the kernels read them there. So the optimizers must be
+      fused or capturable.
+    - Random numbers come from torch's generator for the device, which may be seeded between calls.
+    - Code that waits for the GPU, such as item(), raises RuntimeError in the capture.
 
-    A batch of other shapes or dtypes runs without the graph, and a line says so.
+    A batch of other shapes or dtypes runs without the graph; the first time, a line says so.
     """
 
     def __init__(self, step: Callable[..., None], world: World, *optimizers: torch.optim.Optimizer):
@@ -82,14 +82,14 @@ class Captured:
             self._run(batch)
 
     def _copy_rates(self):
-        """Put each rate that has changed on the device."""
+        """Copy the rates that have changed to the device."""
         for index, group in enumerate(self._groups()):
             if group["lr"] != self.numbers[index]:
                 self.numbers[index] = group["lr"]
                 self.rates[index].fill_(group["lr"])
 
     def _run(self, batch, **options):
-        """Run the step with these options of its optimizers, and tensors as their rates."""
+        """Run the step with its optimizers set to `options`, and to rates that are tensors."""
         groups = self._groups()
         own = [dict(group) for group in groups]
         for group, rate in zip(groups, self.rates, strict=True):
@@ -105,13 +105,14 @@ class Captured:
         self.batch = [part.clone() if torch.is_tensor(part) else part for part in batch]
         self.graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        # Meanwhile other threads may use the GPU: NCCL's watchdog, and a loader's pinned memory.
+        # thread_local: other threads may use the GPU meanwhile, such as NCCL's watchdog, and a
+        # loader's that pins memory.
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-            # Without it Adam refuses a capture, and outside of one it warns of it.
+            # Adam raises in a capture without `capturable`, and warns about it outside of one.
             self._run(self.batch, capturable=True)
 
     def _fits(self, batch):
-        """Whether `batch` is like the captured one; if not, it is said once."""
+        """Whether `batch` is like the captured one; if not, print a line the first time."""
         expected = list(map(kind, self.batch))
         given = list(map(kind, batch))
         if given != expected and not self.said:
@@ -121,5 +122,5 @@ class Captured:
 
 
 def kind(part):
-    """What the parts of two batches have in common if one graph is for both."""
+    """What has to be equal in the parts of two batches for one graph to fit both."""
     return (*part.shape, part.dtype) if torch.is_tensor(part) else part

@@ -1,7 +1,7 @@
-"""What one process at a time may use: a small file names its owner, which touches it every 10 s.
+"""Lock files, for a folder or a file. Each names its owner, which touches it every 10 s.
 
-Not flock, which some file systems lack. The file of a process that died is taken over: at once on
-the same machine, on another one when nobody has touched it for 30 s.
+Not flock, which some file systems lack. The lock of a process that died is taken over: at once on
+the same machine, and from another machine once nobody has touched it for 30 s.
 """
 
 import multiprocessing.util
@@ -16,19 +16,19 @@ from filelock import SoftFileLease, Timeout
 from common.errors import InputError, RunError, show
 from common.process import launch
 
-# Seconds without a touch after which a file counts as left behind.
+# Seconds without a touch after which a lock file counts as stale.
 EXPIRES = 30
-# The same for a file that does not say so: longer, as the clocks of machines differ.
+# The same for a lock file that is empty or not ours: longer, as clocks of machines differ.
 FORGOTTEN = 600
-# What hold() holds, and the token in the file that says so
+# The folders that hold() has locked, each with its lease and the token in its lock file
 mine: dict[Path, tuple[SoftFileLease, str]] = {}
 
 
 def hold(folder: Path) -> None:
-    """Create `folder`, and hold it until this process ends.
+    """Create `folder`, and lock it until this process ends.
 
-    A job that was queued again and its copy would write the same files. Raises InputError if
-    another process holds it, or if it cannot be written.
+    Else a requeued job and its old copy could write the same files. Raises InputError if another
+    process holds the lock, or the folder cannot be written.
     """
     lease = SoftFileLease(folder / ".in-use", lease_duration=EXPIRES, on_compromise=end_if_taken)
     try:
@@ -51,24 +51,24 @@ def hold(folder: Path) -> None:
 
 
 def remove_if_left_behind(lease: SoftFileLease) -> None:
-    """Remove a file that no process of these recipes can have, and that nobody has touched lately.
+    """Remove a lock file that no recipe can own, and that nobody has touched lately.
 
-    A power cut leaves an empty one, which filelock would keep for ever.
+    A power cut leaves an empty one, which filelock would respect for ever.
     """
     owner = lease.owner
     if owner and owner.lease_duration == EXPIRES:
-        # filelock takes it over.
+        # filelock takes over a stale one of ours.
         return
     with suppress(OSError):
-        # A clock that was wrong may have left a time to come.
+        # abs: a wrong clock may have left a time in the future.
         if abs(time.time() - os.stat(lease.lock_file).st_mtime) > FORGOTTEN:
             lease.force_break()
 
 
 def require(folder: Path) -> None:
-    """Raise RunError if this process holds `folder`, and another one has taken it meanwhile.
+    """Raise RunError if this process has locked `folder`, but another one has taken the lock.
 
-    It may have been suspended: then it must not write over what the other one has written.
+    This process may have been suspended, and must not overwrite the files of the other one.
     """
     if folder not in mine:
         return
@@ -77,15 +77,15 @@ def require(folder: Path) -> None:
         owner = lease.owner
         if owner and owner.token == token:
             return
-        # Who wants the folder can move the file aside for a moment.
+        # A process that tries to get the lock can move the file aside for a moment.
         time.sleep(0.1)
     raise RunError(
-        f"{owner_of(lease)} has taken {folder} from this one, which writes no more there"
+        f"{owner_of(lease)} has taken {folder} from this process, which no longer writes to it"
     )
 
 
 def release(folder: Path) -> None:
-    """Delete its file; where that fails, it counts as left behind after a while."""
+    """Delete the lock file; if that fails, it counts as stale after a while."""
     lease, _ = mine.pop(folder)
     with suppress(OSError):
         lease.release()
@@ -94,19 +94,22 @@ def release(folder: Path) -> None:
 def acquire_or_raise(lease: SoftFileLease) -> None:
     """Acquire `lease`; raises Timeout if its owner still runs."""
     try:
-        # A predecessor may still be ending.
+        # The previous run may still be ending.
         lease.acquire(timeout=2)
     except Timeout:
         owner = lease.owner
         if owner and owner.hostname == socket.gethostname():
             raise
-        show(f"{lease.lock_file} is of {owner_of(lease)}: looking for {EXPIRES} s if it still runs")
+        show(
+            f"{lease.lock_file} belongs to {owner_of(lease)}: checking for {EXPIRES} s "
+            "whether it still runs"
+        )
         lease.acquire(timeout=EXPIRES + 5)
 
 
 @contextmanager
 def held(path: Path):
-    """Hold the file `path` within a `with` block, which begins when no other process does."""
+    """Hold the lock file `path` within a `with` block; waits until no other process holds it."""
     lease = SoftFileLease(path, lease_duration=EXPIRES)
     remove_if_left_behind(lease)
     try:
@@ -121,14 +124,14 @@ def held(path: Path):
 
 
 def owner_of(lease: SoftFileLease) -> str:
-    """Its process and host, for people."""
+    """The process and host that own the lock, for messages."""
     owner = lease.owner
     return f"process {owner.pid} on {owner.hostname}" if owner else "another process"
 
 
 def end_if_taken(loss) -> None:
-    """End this process: it stood still for so long that another one has taken its folder."""
-    # Where it only cannot touch the file, a save will say why.
+    """End this process: it was suspended for so long that another one has taken its lock."""
+    # If only the touch failed, the next save says why.
     if loss.reason != "refresh-failed":
         show(f"another process has taken {loss.lock_file}, so this one ends")
         os._exit(1)

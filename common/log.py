@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes: a progress bar or lines, results.jsonl, TensorBoard events."""
+"""The output of rank 0: a progress bar or lines, results.jsonl, TensorBoard events."""
 
 import importlib.util
 import json
@@ -19,9 +19,9 @@ from common.process import launch
 
 
 class Progress(tqdm):
-    """A progress bar. Where no terminal shows it, it is a line every half minute."""
+    """A progress bar; without a terminal that can show one, a line every half minute."""
 
-    # Or a thread of tqdm clutters the stacks of the watchdog.
+    # Else a thread of tqdm shows up in the watchdog's stack traces.
     monitor_interval = 0
 
     def __init__(self, *args, **options):
@@ -31,7 +31,7 @@ class Progress(tqdm):
         super().__init__(*args, leave=False, **options)
 
     def display(self, msg=None, pos=None):
-        """Show `msg`, or how far it is."""
+        """Show `msg`, or the progress so far."""
         if not self.in_lines:
             super().display(msg, pos)
         elif msg is None:
@@ -39,12 +39,12 @@ class Progress(tqdm):
 
 
 def shows_bars() -> bool:
-    """Whether a terminal shows a progress bar. That of Emacs (TERM=dumb) writes many in a row."""
+    """Whether a terminal can show a progress bar. Emacs (TERM=dumb) prints each update in a row."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def plain(figures: dict) -> dict[str, float]:
-    """The figures as numbers of Python: JSON and TensorBoard have none of torch and NumPy."""
+    """The figures as Python numbers: JSON cannot hold those of torch and NumPy."""
     return {
         name: value.item() if hasattr(value, "item") else value for name, value in figures.items()
     }
@@ -53,12 +53,12 @@ def plain(figures: dict) -> dict[str, float]:
 class Log:
     """The log of a run, in `folder` (None: it only prints).
 
-    Each figure is written as it is: a JSON line in results.jsonl, and scalars in TensorBoard
-    under the same names, at the step of `position`. In training it logs every `interval` steps
-    (None: any), but no more than once in `seconds` (None: 10, or 0 with `interval`). A figure whose
-    name is in `forms` is printed in that form, such as "acc {:.2%}", and another one as "loss 0.1".
-    On ranks other than 0 it is `quiet`, and does nothing. Raises InputError for a name that
-    TensorBoard cannot write to.
+    It writes figures as a JSON line to results.jsonl, and as scalars of the same names to
+    TensorBoard, at the step of `position`. In training it logs every `interval` steps (None: any),
+    but at most once every `seconds` (None: 10, or 0 with `interval`). `forms` has format strings
+    for printing figures by name, such as "acc {:.2%}"; the default gives "loss 0.1". On ranks other
+    than 0 it is `quiet`, and does nothing. Raises InputError for a folder name that TensorBoard
+    cannot use.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Log:
         self.forms = forms or {}
         self.writer = None
         self.warned = False
-        # Functions that get (figures by name, step), such as wandb.log and mlflow.log_metrics.
+        # Functions to call with (figures by name, step): wandb.log, mlflow.log_metrics.
         self.listeners = []
 
     def start(self, config: dict, lines: list[str]) -> None:
-        """Print `lines`, and begin results.jsonl with `config`, the flags of the run.
+        """Print `lines`, and start results.jsonl with `config`, the flags of the run.
 
-        A resumed run goes on behind the lines up to its position. Raises InputError if the folder
-        cannot be written.
+        A resumed run keeps the lines up to its position, and appends. Raises InputError if the
+        folder cannot be written.
         """
         if self.quiet:
             return
@@ -105,13 +105,13 @@ class Log:
             self._find_tensorboard()
 
     def _find_tensorboard(self):
-        """Import it, if it is installed. It may be broken: it needs protobuf and NumPy."""
+        """Import TensorBoard if it is installed. It may be broken: it needs protobuf and NumPy."""
         self.writer_class = None
         if not importlib.util.find_spec("tensorboard"):
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
-        # Their versions may not fit each other, which can raise anything.
+        # Incompatible versions of these can raise any exception.
         except Exception as error:
             show(f"warning: no TensorBoard events, as it cannot be imported: {in_one_line(error)}")
             return
@@ -138,19 +138,19 @@ class Log:
         position = self.position
         place = {"step": position.steps, "epoch": position.epoch, "samples": position.samples}
         line = json.dumps({**place, **content}, default=str)
-        # On a disk that was full, a part of a line may be before it.
+        # After a full disk, the file may end with part of a line.
         start = "\n" if self.warned else ""
         lease.require(self.folder)
         with open(self.folder / "results.jsonl", "a") as file:
             file.write(f"{start}{line}\n")
 
     def begin(self) -> None:
-        """Begin a stretch of training."""
+        """Start a stretch of training, up to the next evaluation."""
         if self.quiet:
             return
         # tqdm's default is a semaphore, which a killed process leaks.
         tqdm.set_lock(threading.RLock())
-        # Or a thread of tqdm clutters the stacks of the watchdog.
+        # Else a thread of tqdm shows up in the watchdog's stack traces.
         tqdm.monitor_interval = 0
         steps = self.position.steps
         total = steps + self.position.steps_left
@@ -183,7 +183,7 @@ class Log:
         if self.bar.disable:
             self._print_step(figures, rate)
         elif self.interval is not None:
-            # Above the bar, as the line was asked for.
+            # Above the bar, as --log-interval asks for lines.
             with self.bar.external_write_mode(sys.stdout):
                 self._print_step(figures, rate)
         figures = {f"train/{name}": value for name, value in plain(figures).items()}
@@ -199,7 +199,7 @@ class Log:
         show(" | ".join(parts))
 
     def end(self, waited: float) -> None:
-        """End the stretch of training, which waited for data for `waited` seconds."""
+        """End the stretch of training, which spent `waited` seconds waiting for data."""
         if self.quiet:
             return
         self.bar.close()
@@ -230,7 +230,7 @@ class Log:
         self.write("evaluation", figures | self.speed)
 
     def in_words(self, figures: dict[str, float]) -> str:
-        """The figures with their names, such as "loss 0.1234 acc 98.76%"."""
+        """The figures as text, such as "loss 0.1234 acc 98.76%"."""
         words = []
         for name, value in figures.items():
             if name in self.forms:
@@ -249,12 +249,12 @@ class Log:
             self._append({"event": event, **figures})
             self._write_scalars(figures)
         except OSError as error:
-            # A full disk must not end the run. A writer that has failed writes nothing more.
+            # A full disk must not end the run. TensorBoard's writer cannot recover, so drop it.
             self.writer = None
             if not self.warned:
                 show(
                     f"warning: no results are written to {self.folder} ({error.strerror}); "
-                    "training goes on"
+                    "training continues"
                 )
             self.warned = True
 
@@ -263,7 +263,7 @@ class Log:
             return
         if self.writer is None:
             self.writer = self.writer_class(self.folder, purge_step=self.position.steps)
-            # It has a thread.
+            # It has a thread, which a notebook must not keep.
             launch.to_give_back.append(self.writer.close)
         for name, value in figures.items():
             if isinstance(value, int | float):
@@ -271,7 +271,7 @@ class Log:
         self.writer.flush()
 
     def stopped(self) -> None:
-        """Say where the run stopped, and how to go on."""
+        """Print where the run stopped, and how to resume it."""
         if self.quiet:
             return
         where = f"epoch {self.position.epoch + 1}, sample {self.position.samples}"
@@ -280,7 +280,7 @@ class Log:
 
 
 def memory() -> dict[str, float]:
-    """The most that the tensors of this process have taken on its GPU so far, in GiB."""
+    """Peak GPU memory of this process's tensors so far, in GiB; empty without CUDA."""
     if not torch.cuda.is_initialized():
         return {}
     return {"perf/gpu_gib": torch.cuda.max_memory_allocated() / 2**30}
@@ -289,6 +289,6 @@ def memory() -> dict[str, float]:
 def new_folder(task: str) -> Path:
     """A name for the folder of a new run: runs/TASK-SCRIPT-TIME-RANDOM."""
     script = Path(sys.argv[0]).stem
-    # In containers all runs may have the same number of process.
+    # Not the process id: in containers all runs may have the same one.
     random = os.urandom(3).hex()
     return Path("runs", f"{task}-{script}-{time.strftime('%Y%m%d-%H%M%S')}-{random}")

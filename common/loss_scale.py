@@ -1,4 +1,4 @@
-"""The loss scale of fp16: how many steps it skips, and whether it skips them all."""
+"""fp16 loss scaling: count the skipped steps, and fail if all of them are skipped."""
 
 import sys
 
@@ -6,15 +6,15 @@ import torch
 
 from common.errors import RunError
 
-# From 65536, where torch and Apex begin, it takes 30 skipped steps. fairseq ends a run there, too.
+# 30 skipped steps below 65536, where torch and Apex start. fairseq stops a run there, too.
 LOWEST = 1e-4
 
 
 class LossScales:
-    """The scales in the `state` of a run: of each torch.amp.GradScaler, and those of Apex's amp.
+    """The loss scales in the `state` of a run: of each torch.amp.GradScaler, and of Apex's amp.
 
-    A step whose gradients are not finite is skipped, and lowers its scale. The steps are counted on
-    the device: nothing waits before figures().
+    A scaler skips a step whose gradients are not finite, and lowers its scale. Skipped steps are
+    counted on the device: only figures() waits for it.
     """
 
     def __init__(self, state: dict, device: torch.device):
@@ -28,7 +28,7 @@ class LossScales:
         self.scales = [scale for part in self.state.values() for scale in self._of(part)]
 
     def count(self) -> None:
-        """Count the step, if it was skipped, and note the scales before the next one."""
+        """Count the step if it was skipped, and note the scales before the next one."""
         before = self.scales
         self.begin()
         for scale, earlier in zip(self.scales, before, strict=True):
@@ -37,13 +37,13 @@ class LossScales:
     def _of(self, part):
         if isinstance(part, torch.amp.GradScaler) and part.is_enabled():
             return [part.scale(self.one)]
-        # The module itself has the state_dict.
+        # Apex keeps its scales in the module.
         if part is sys.modules.get("apex.amp"):
             return [torch.tensor(kept["loss_scale"]) for kept in part.state_dict().values()]
         return []
 
     def figures(self) -> dict[str, int]:
-        """The steps skipped so far, if there is a scale; raises RunError if it is near 0."""
+        """The steps skipped so far, if there is a scale; raises RunError if one is near 0."""
         if not self.scales:
             return {}
         skipped, *scales = torch.stack([self.skipped, *map(self.one.mul, self.scales)]).tolist()
@@ -52,7 +52,7 @@ class LossScales:
         return {"skipped": int(skipped)}
 
     def require_a_step(self, steps: int) -> None:
-        """Raise RunError if each of the `steps` of a whole run was skipped."""
+        """Raise RunError if all `steps` of a whole run were skipped."""
         if self.scales and self.figures()["skipped"] == steps * len(self.scales):
             raise nothing_trained(f"all {steps} steps of the run were skipped")
 

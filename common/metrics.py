@@ -1,4 +1,4 @@
-"""Metrics as named sums: added up per batch, then summed over all ranks and divided once."""
+"""Metrics as named sums: add up per batch, sum over all ranks, then divide once."""
 
 import inspect
 import itertools
@@ -11,12 +11,12 @@ from common.errors import RunError
 
 
 class Sums:
-    """Named float64 sums on `device`, and the averages that they are for.
+    """Named float64 sums on `device`, and the averages to compute from them.
 
-    `averages` is a function of the sums, whose parameters name them: averages(loss, images) has
-    two. It returns {name: average}. Each sum is a number, unless a keyword gives a shape, as in
-    Sums(device, averages, confusion=(9, 9)). A checkpoint holds the sums over all ranks, which a
-    resumed run adds to its own.
+    `averages` is a function that returns {name: average}. Its parameters name the sums:
+    averages(loss, images) has two. A sum is a scalar, unless a keyword gives its shape, as in
+    Sums(device, averages, confusion=(9, 9)). A checkpoint holds the sums over all ranks, to which
+    a resumed run adds its own.
     """
 
     def __init__(self, device: torch.device, averages: Callable, **shapes: tuple[int, ...]):
@@ -26,7 +26,7 @@ class Sums:
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         # Apple's GPUs have no float64.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        # What this rank has added: tensors on the device, and Python's numbers.
+        # What this rank has added: tensors, summed on the device, and Python numbers.
         self.own = torch.zeros(sum(self.sizes), dtype=wide, device=device)
         self.own_parts = self._split(self.own)
         self.reset()
@@ -37,22 +37,22 @@ class Sums:
         return {name: part.view(shape) for (name, shape), part in parts}
 
     def reset(self) -> None:
-        """Begin again at 0."""
+        """Set the sums to 0."""
         self.own.zero_()
         self.own_numbers = dict.fromkeys(self.shapes, 0)
-        # Over all ranks.
+        # Sums over all ranks.
         self.from_checkpoint = torch.zeros(len(self.own), dtype=torch.float64)
         self.last_total = self.from_checkpoint
 
     def add(self, **amounts: torch.Tensor | float) -> None:
-        """Add to the sums with these names. A tensor may be on the device: nothing waits for it."""
-        # A CUDA graph repeats what the device does, and no Python.
+        """Add to the sums with these names. A tensor may stay on the device: no sync."""
+        # A CUDA graph replays GPU work only, no Python: in a capture the GPU has to add.
         captured = self.own.is_cuda and torch.cuda.is_current_stream_capturing()
         for name, amount in amounts.items():
             if captured or isinstance(amount, torch.Tensor):
                 self.own_parts[name].add_(amount)
             else:
-                # A number needs no operation on the device until total().
+                # A Python number needs no GPU work until total().
                 self.own_numbers[name] += amount
 
     def result(self, all_reduce=None) -> dict:
@@ -72,21 +72,21 @@ class Sums:
         values = self.own.clone()
         if all_reduce:
             all_reduce(values)
-        # Here Python waits for the GPU.
+        # This waits for the GPU.
         values = values.cpu().double()
         self.last_total = self.from_checkpoint + values
         total = self._split(self.last_total)
         for name, part in total.items():
             if not part.isfinite().all():
                 raise RunError(
-                    f"the {name} is not finite: lower --lr, or check the data, and go on with "
-                    "--resume auto; if that fails at once, too, go on from previous.pt or best.pt "
+                    f"the {name} is not finite: lower --lr, or check the data, and continue with "
+                    "--resume auto; if that fails at once, too, resume from previous.pt or best.pt "
                     "in a new --log-dir"
                 )
         return {name: part.clone() if part.dim() else part.item() for name, part in total.items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The sums at the last call of total(), over all ranks."""
+        """The sums over all ranks as of the last call of total()."""
         return {name: part.clone() for name, part in self._split(self.last_total).items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -98,10 +98,10 @@ class Sums:
 def in_order(values: torch.Tensor, indices: Iterable[int], length: int, all_reduce) -> torch.Tensor:
     """Return [length, ...], the rows of all ranks in the order of the data set.
 
-    A metric that is no sum, such as a median, needs them at once.
-    `values` [n, ...] are numbers of this rank, for the samples with the first n of `indices`, such
-    as val.sampler. The ranks may have unequal shares. `all_reduce` adds up a tensor over all of
-    them in place; all make this call, after their last batch. What no rank has is 0.
+    For metrics that are not sums, such as a median. `values` [n, ...] are this rank's rows, for the
+    first n of `indices`, such as val.sampler. The ranks may have unequal shares. `all_reduce` adds
+    up a tensor over all ranks in place; all make this call, after their last batch. Rows that no
+    rank has are 0.
     """
     whole = values.new_zeros(length, *values.shape[1:])
     own = list(itertools.islice(indices, len(values)))
@@ -118,7 +118,7 @@ class Best:
 
     def update(self, value: float) -> bool:
         """Keep `value` if it is higher; return whether it is. NaN never is."""
-        # A number of torch or NumPy would not get into a checkpoint.
+        # A checkpoint takes Python numbers, not those of NumPy.
         value = float(value)
         better = value > self.value
         if better:

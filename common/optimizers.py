@@ -1,4 +1,4 @@
-"""The state of an optimizer from a checkpoint, which a stranger may have made."""
+"""Load the state of an optimizer from an untrusted checkpoint."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 from common.errors import InputError, brief
 
-# These options say how an optimizer computes, not what. A run keeps its own.
+# These options change how an optimizer computes, not its result. A run keeps its own.
 OF_THE_RUN = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -17,50 +17,50 @@ def load(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     groups = []
     for own, group in zip(own_groups, saved["param_groups"], strict=True):
         options = {name: value for name, value in group.items() if name not in OF_THE_RUN}
-        # An option that a newer torch has added is that of this run, too.
+        # The checkpoint may lack an option that a newer torch has added: keep this run's.
         groups.append(own | options)
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     match_memory_format(optimizer)
 
 
 def check(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Raise InputError unless the state_dict `saved` is one of an optimizer like this.
+    """Raise InputError unless the state_dict `saved` fits this optimizer.
 
-    A fused kernel reads and writes memory behind a tensor that is smaller than its weight.
+    A fused kernel would access memory beyond the end of a tensor that is smaller than its weight.
     """
     own_groups = optimizer.state_dict()["param_groups"]
     for own, group in zip(own_groups, saved["param_groups"], strict=True):
         if group["params"] != own["params"]:
-            raise InputError("its weights are in other groups")
+            raise InputError("its weights are in different parameter groups")
         for name, value in own.items():
             if name not in OF_THE_RUN and not is_like(group.get(name, value), value):
                 raise InputError(f"its {name} is {brief(group[name])}")
     unknown = dict(saved["state"])
     for own, group in zip(own_groups, optimizer.param_groups, strict=True):
         weights = dict(zip(own["params"], group["params"], strict=True))
-        # A weight that had no gradient yet has no state.
+        # A weight that has had no gradient has no state.
         states = {number: unknown.pop(number) for number in weights if number in unknown}
         fused = bool(group.get("fused"))
         for number, kept in states.items():
             check_state(number, kept, weights[number].shape, fused)
         if fused and len({frozenset(kept) for kept in states.values()}) > 1:
-            raise InputError("its weights have states of several kinds")
+            raise InputError("its weights have different kinds of state")
     if unknown:
         raise InputError(f"it has no weight {brief(next(iter(unknown)))}")
 
 
 def check_state(number: int, kept: dict, shape: torch.Size, fused: bool) -> None:
-    """Raise InputError unless `kept` can be the state of the weight `number`, of that shape."""
+    """Raise InputError unless `kept` can be the state of weight `number`, of shape `shape`."""
     for name, value in kept.items():
-        # A count of steps is one number.
+        # The step count is a scalar.
         expected = () if name == "step" else shape
         fits = isinstance(value, torch.Tensor) and value.shape == expected
         if not is_plain(value) or (fused and not fits):
-            raise InputError(f"{name} of weight {number} has not the shape of its weight")
+            raise InputError(f"{name} of weight {number} does not have the shape of its weight")
 
 
 def is_like(value, own) -> bool:
-    """Whether an option has a value of the kind that it has in this run; None has no kind."""
+    """Whether an option has the same type as this run's `own`; if that is None, any will do."""
     if own is None:
         return True
     if isinstance(own, torch.Tensor):
@@ -74,13 +74,13 @@ def is_like(value, own) -> bool:
         return isinstance(value, bool)
     if isinstance(own, int | float):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # It raises OverflowError for an int that is no float.
+        # isfinite() raises OverflowError for an int that is too large for a float.
         return is_number and math.isfinite(value)
     return type(value) is type(own)
 
 
 def is_plain(value) -> bool:
-    """Whether it is no tensor, or one whose elements lie in memory: not sparse, meta, quantized."""
+    """Whether `value` is not a tensor, or a dense one: not sparse, meta, quantized or nested."""
     if not isinstance(value, torch.Tensor):
         return True
     has_elements = value.layout is torch.strided and not value.is_meta
@@ -90,7 +90,7 @@ def is_plain(value) -> bool:
 def match_memory_format(optimizer: torch.optim.Optimizer) -> None:
     """Give each state tensor the memory format of its weight, which fused optimizers rely on.
 
-    All get memory of their own: none keeps the file mapped, which the next save replaces.
+    All are copied, so that none keeps the checkpoint memory-mapped: the next save replaces it.
     """
     for weight, kept in optimizer.state.items():
         for name, value in kept.items():

@@ -1,4 +1,4 @@
-"""Where a run is. All else that changes in it is a function of the seed and this position."""
+"""How far a run has come. Data order, rates and random numbers depend on seed and position only."""
 
 import random
 
@@ -10,11 +10,11 @@ from common.errors import InputError, brief
 
 
 class Position:
-    """(epoch, samples of that epoch already used, over all ranks), and the steps taken so far.
+    """The epoch, the samples of that epoch already used by all ranks, and the steps so far.
 
-    It also knows how long the run is: `max_steps` steps if they are given, else `epochs` epochs. An
-    evaluation comes at the end of each epoch and of the run, and every `eval_every` steps.
-    A checkpoint says nothing of ranks: a run goes on from its position on any number of them.
+    It also knows how long the run is: `max_steps` steps if given, else `epochs` epochs. An
+    evaluation is due at the end of each epoch and of the run, and every `eval_every` steps.
+    It does not depend on ranks: a run can resume on any number of them.
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class Position:
 
     @property
     def epochs_done(self) -> float:
-        """The epochs done so far."""
+        """The epochs done so far, with a fraction."""
         return self.epoch + self.samples / self.sampler.length
 
     def share_done(self, after: float = 0) -> float:
         """The share of the run that is done, from 0 to 1, not counting its first `after` epochs.
 
-        It counts samples or, with max_steps, steps: so it ends at 1 also for a run that goes on
-        with another global batch.
+        It counts samples or, with max_steps, steps, so it reaches 1 even if the run resumes with
+        another global batch.
         """
         if self.max_steps is None:
             return (self.epochs_done - after) / (self.epochs - after)
         if self.steps == 0:
             return 0
-        # The steps of those epochs, at the mean batch so far.
+        # How many steps those epochs take, at the mean batch size so far.
         steps_before = after * self.steps / self.epochs_done
         return (self.steps - steps_before) / (self.max_steps - steps_before)
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run is finished."""
         if self.max_steps is None:
             return self.epoch >= self.epochs
         if self.steps == self.max_steps:
@@ -64,7 +64,7 @@ class Position:
 
     @property
     def epoch_over(self) -> bool:
-        """Whether the rest of the epoch is less than a global batch, and is left out."""
+        """Whether less than a global batch is left of the epoch; the rest is dropped."""
         return self.samples + self.sampler.global_batch > self.sampler.length
 
     @property
@@ -104,7 +104,7 @@ class Position:
         self.steps += 1
 
     def record_evaluation(self) -> None:
-        """Record an evaluation. If the epoch is over, go on to the next."""
+        """Record an evaluation. If the epoch is over, start the next one."""
         self.evaluated_at = self.steps
         if self.epoch_over:
             self.epoch += 1
@@ -125,15 +125,15 @@ class Position:
             if type(value) is not int or not 0 <= value < 2**63:
                 raise InputError(f"its {name} is {brief(value)}")
             setattr(self, name, value)
-        # The rest of the epoch may fill no batch of this run, with no step to evaluate.
+        # This run's batch may be larger than the rest of the epoch: then start the next one.
         if self.epoch_over and self.steps == self.evaluated_at:
             self.record_evaluation()
 
 
 def seed_step(seed: int, position: Position, device: torch.device, rank: int = 0) -> None:
-    """Seed what this rank draws in its next step, such as dropout, by seed, position and rank.
+    """Seed this rank's random numbers for its next step, such as dropout, by position and rank.
 
-    It draws on the CPU from torch, numpy and random, and on the current device of that type.
+    Seeds torch, numpy and random on the CPU, and the current device of the type of `device`.
     """
     step_seed = seed_of(seed, position.epoch, position.samples, rank)
     random.seed(step_seed)

@@ -1,4 +1,4 @@
-"""This process among those that train together, and whether all of them have the same."""
+"""This process among those that train together, and checks that all ranks agree."""
 
 import zlib
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from common.process import launch
 
 @dataclass(frozen=True)
 class World:
-    """This process, number `rank` of the `size` that train together, with a `device` of its own.
+    """This process: `rank` of the `size` that train together, with a `device` of its own.
 
-    `all_reduce` adds up a tensor over all of them in place; a process alone has none. `strategy`
-    says in the log how they train. Raises InputError if a launcher started more of them.
+    `all_reduce` adds up a tensor over all ranks in place; a single process has none. `strategy` is
+    its description for the log. Raises InputError if a launcher started more than `size`.
     """
 
     device: torch.device
@@ -29,19 +29,19 @@ class World:
         launch.check_world_size(self.size)
 
     def say(self, *lines: str) -> None:
-        """Print the lines, on rank 0."""
+        """Print the lines, on rank 0 only."""
         if self.rank == 0:
             for line in lines:
                 show(line)
 
 
 def all_same(numbers: list[int], world: World) -> bool:
-    """Whether `numbers`, below 2**32, are those of each other rank; all ranks make this call."""
+    """Whether `numbers`, below 2**32, are the same on all ranks; all ranks make this call."""
     own = torch.tensor([1, *numbers], device=world.device)
     total = own.clone()
     world.all_reduce(total)
     differs = (own * world.size != total).any().long()
-    # A rank whose number happens to be the mean sees no difference.
+    # A rank whose number happens to be the mean sees no difference: ask the others.
     world.all_reduce(differs)
     return not differs
 
@@ -63,7 +63,7 @@ def fingerprint(dataset: Dataset) -> int:
         return len(dataset) if hasattr(dataset, "__len__") else 0
     value = 0
     for tensor in dataset.tensors:
-        # NumPy has neither all types of torch nor all devices.
+        # As bytes on the CPU: NumPy lacks some of torch's types and its devices.
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         value = zlib.crc32(content.numpy(), value)
     return value

@@ -1,4 +1,4 @@
-"""results.jsonl, the figures of a run: a line of JSON for each event."""
+"""results.jsonl, the figures of a run: one JSON line per event."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from common.files import read_regular, write_atomically
 
 
 def read(path: Path) -> list[dict]:
-    """The events in a results.jsonl, without lines of others, and parts that a killed run left."""
+    """The events in a results.jsonl; skips truncated lines and those of other programs."""
     events = []
     for line in read_regular(path).splitlines():
         try:
@@ -20,7 +20,7 @@ def read(path: Path) -> list[dict]:
 
 
 def keep_until(path: Path, position) -> None:
-    """Drop the lines that a run at `position` writes again."""
+    """Drop the lines that a run resumed at `position` will write again."""
     if not path.exists():
         return
     kept = []
@@ -29,5 +29,5 @@ def keep_until(path: Path, position) -> None:
         last = position.evaluated_at if is_evaluation else position.steps
         if event["step"] <= last:
             kept.append(json.dumps(event) + "\n")
-    # On a full disk the old file stays.
+    # Atomic: on a full disk the old file stays.
     write_atomically(path, "".join(kept).encode())

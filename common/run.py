@@ -1,4 +1,4 @@
-"""What a run has beside its training: a folder, a log, checkpoints, and how it ends."""
+"""Everything around the training step: the folder, the log, checkpoints, and a clean exit."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -17,22 +17,22 @@ from common.process.signals import StopSignal
 from common.process.watchdog import Watchdog, flight_recorder
 from common.ranks import World
 
-# Steps from a look at the loss, and at whether to stop, to the next.
+# The ranks add up their sums, and check for a stop signal, every so many steps,
 LOOK_EVERY = 10
-# Or seconds: a launcher waits 30 s and more after it asked a run to stop.
+# or after so many seconds if steps are slow: launchers kill a run 30 s or more after SIGTERM.
 LOOK_AFTER = 5
-# A look stalls the GPU: seconds between two of them, so that it takes about 1% of the time.
+# Each check stalls the GPU. At least so many seconds apart, they cost about 1% of the time.
 LOOK_NOT_WITHIN = 0.02
 
 
 class Run:
-    """A run begins here: its folder is held, and the checkpoint of --resume is loaded into `state`.
+    """Start a run: lock its folder, and load the checkpoint of --resume into `state`.
 
     `args` has the flags of flags.add_training_flags(). `state` is a dict of objects with state_dict
-    and load_state_dict; "model" is one of them. The position of the run, its `sums` and its best
-    result are added to it. `rates` sets the learning rates, as schedule.WarmupCosine does: it has
-    set(position), `peak` and `current`. The parts of `state` that are `optional` may be missing in
-    a checkpoint. All ranks of `world` make this call; rank 0 alone writes the log and checkpoints.
+    and load_state_dict; "model" is one of them. The run adds its position, its `sums` and its best
+    result. `rates` sets the learning rates, as schedule.WarmupCosine does: it has set(position),
+    `peak` and `current`. The `optional` parts of `state` may be missing in a checkpoint. All ranks
+    of `world` make this call; only rank 0 writes the log and checkpoints.
     Raises InputError if the folder or the checkpoint does not fit this run.
     """
 
@@ -57,7 +57,7 @@ class Run:
         self.saves = not (args.dry_run or args.evaluate)
         self.writes = self.saves and world.rank == 0
         self.folder = Path(args.log_dir or new_folder(args.task))
-        # What is compared with a checkpoint, and what is only said of it.
+        # A checkpoint has to have the same `config`; the `facts` are saved for information.
         no_flags = ("may_change", "forms")
         self.config = {name: value for name, value in vars(args).items() if name not in no_flags}
         self.facts = {
@@ -68,10 +68,10 @@ class Run:
         self.profile = args.profile and self.writes
         # Whether the run ends before its --epochs: after a signal, or with --dry-run.
         self.ended = False
-        # Whether a step has begun, and not ended; and whether steps() has ended without a record().
+        # Whether a step is under way; and whether steps() has ended, but record() is still due.
         self.in_step = False
         self.to_record = False
-        # Whether the present batch is the last one of its step.
+        # Whether this is the last batch of its step (--accumulate).
         self.ends_step = True
         self.stop = StopSignal()
         log_folder = self.folder if self.writes else None
@@ -79,7 +79,7 @@ class Run:
         self.log = Log(
             log_folder, self.position, args.log_seconds, args.log_interval, args.forms, quiet
         )
-        # Before the watchdog ends a rank, the rank writes its last collectives.
+        # Before the watchdog kills a rank, the rank writes down its last collectives.
         recorder = flight_recorder(args.log_dir, world)
         self.watchdog = Watchdog(args.timeout, before_end=recorder)
         found = self._begin_or_resume(optional)
@@ -88,12 +88,12 @@ class Run:
             world.say("nothing left to do: the run has had its --epochs or --max-steps")
 
     def _begin_or_resume(self, optional):
-        """Hold the folder, and load the checkpoint of --resume; return what was found."""
+        """Lock the folder, and load the checkpoint of --resume; return what was found."""
         args = self.args
         if self.writes:
             # Before the checkpoint is read: another job may be writing it.
             lease.hold(self.folder)
-        # The weights to evaluate are in the model already.
+        # With --evaluate, init_from() has loaded the weights already.
         resume = None if args.evaluate else args.resume
         found = checkpoint.resume(
             resume,
@@ -105,13 +105,13 @@ class Run:
             self.world,
         )
         if self.writes:
-            # Refuses a folder that holds another run.
+            # Raises InputError if the folder holds another run.
             checkpoint.claim(self.folder, found)
             launch.last_checkpoint = self.folder / "last.pt"
         return found
 
     def _setup(self):
-        """A line that says what is trained, and how."""
+        """The first line of the log: what is trained, and how."""
         world = self.world
         sampler = self.position.sampler
         return (
@@ -121,19 +121,19 @@ class Run:
         )
 
     def _lines(self, found):
-        """Where the run resumes, and what is different from what one might expect."""
+        """Lines on where the run resumes, and on what may come as a surprise."""
         lines = found.lines(self.position)
         if found.path:
             lines += self._other_steps(found.saved["config"])
         return lines
 
     def _other_steps(self, saved):
-        """A line, if the run that saved the flags `saved` had another global batch or rate."""
+        """A line if the checkpoint, with the flags `saved`, had another global batch or rate."""
         batch = saved.get("global_batch")
         lr = saved.get("peak_lr")
         own_batch = self.facts["global_batch"]
         own_lr = self.facts["peak_lr"]
-        # A user types them into a shell: only numbers.
+        # Users paste the line into a shell, and the file is untrusted: print numbers only.
         are_numbers = type(batch) is int and type(lr) is float
         if not are_numbers or (batch == own_batch and lr == own_lr):
             return []
@@ -144,20 +144,20 @@ class Run:
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end, was told to stop, or was a --dry-run."""
+        """Whether the run is finished, was told to stop, or was a --dry-run."""
         return self.ended or self.position.over
 
     def steps(self, train: DataObject) -> Iterator:
-        """Yield the batches up to the next evaluation, on the device: one for each step.
+        """Yield the batches up to the next evaluation, on the device: one per step.
 
-        The order of the data, the rates and the random numbers of a step are functions of the seed,
-        the position of the run and the rank, so a resume repeats them. After a step it is counted;
-        every few steps the ranks add up their sums, agree whether one of them was told to stop,
-        log and save. With --accumulate a step has several batches, and `ends_step` is true in the
-        last one. A `break` would leave a step uncounted: leave the loop around this one instead.
+        The order of the data, the rates and the random numbers of a step depend only on the seed,
+        the position of the run and the rank, so a resumed run repeats them. Each step is counted
+        when it ends. Every few steps the ranks add up their sums, agree on whether to stop, log and
+        save. With --accumulate a step has several batches, and `ends_step` is true for the last
+        one. A `break` would leave a step uncounted: leave the outer loop instead.
 
-        A step that takes longer than --timeout ends this process. So does SIGTERM until there is
-        something to save, which is after the first step; from then on it asks the run to stop.
+        A step that takes longer than --timeout kills this process. So does SIGTERM during the first
+        step, as there is nothing to save yet; after that it asks the run to save and stop.
         """
         self._refuse_break()
         if self.to_record:
@@ -194,20 +194,20 @@ class Run:
                     break
         finally:
             self.log.end(self.watchdog.waited)
-        # An evaluation may take long: what it follows is saved before it.
+        # Save before the evaluation, which may take long.
         self.figures = self._look()
         self.save()
         self.to_record = True
         if self.stop.agreed:
             self.ended = True
             self.log.stopped()
-            # The ranks that were not told themselves start again, without the node that was.
+            # Ranks that got no signal are restarted by torchrun, without the node that got one.
             launch.leave_restart_to_torchrun(self.stop)
 
     def batches(self, loader: Iterable) -> Iterator:
-        """Yield the batches of `loader`, for an evaluation, on the device; with --dry-run one.
+        """Yield the batches of `loader` on the device, to evaluate; with --dry-run only one.
 
-        A batch that takes longer than --timeout ends this process.
+        A batch that takes longer than --timeout kills this process.
         """
         for batch in self.watchdog.watch(loader):
             yield to_device(batch, self.world.device)
@@ -215,10 +215,10 @@ class Run:
                 break
 
     def record(self, result: dict[str, float], best: float | None = None) -> None:
-        """Log and save an evaluation: its `result` by name.
+        """Log an evaluation, with its `result` by name, and save.
 
-        `best` is a figure that is higher for a better result: the highest one so far is kept as
-        best.pt. None keeps none. If the epoch is over, the next one begins.
+        `best` is a score, higher is better: the checkpoint with the highest one so far is best.pt.
+        With None there is no best.pt. If the epoch is over, the next one begins.
         """
         self._refuse_break()
         self.to_record = False
@@ -233,20 +233,20 @@ class Run:
             self.loss_scales.require_a_step(self.position.steps)
 
     def save(self, is_best: bool = False) -> None:
-        """Save `state` in the folder; all ranks make this call, and wait until it is there."""
-        # It may take longer than a step. The next batch starts the watchdog again.
+        """Save `state` in the folder; all ranks make this call, and wait until it is written."""
+        # A save may take longer than --timeout. The next batch starts the watchdog again.
         self.watchdog.cancel()
         if not self.saves:
             return
-        # On all ranks, as each may have a share of it.
+        # On all ranks: a state_dict may be sharded, and collecting it takes all of them.
         parts = {name: part.state_dict() for name, part in self.state.items()}
         if self.writes:
             checkpoint.save(self.folder, parts, self.config | self.facts, is_best)
         if self.world.all_reduce:
-            # Else the others wait in their next step, and the watchdog takes that for a hang.
+            # Else the others wait in their next step, and their watchdogs take that for a hang.
             nothing = torch.zeros(1, device=self.world.device)
             self.world.all_reduce(nothing)
-            # Waits for it, also with NCCL.
+            # Wait for the all-reduce: with NCCL it is asynchronous.
             nothing.item()
 
     def _refuse_break(self):
@@ -257,7 +257,7 @@ class Run:
             )
 
     def _watched(self, loader):
-        """Its batches, timed, and the first ones traced with --profile."""
+        """The batches of `loader`, timed; with --profile some of them are traced."""
         batches = self.watchdog.watch(loader)
         if self.profile:
             self.profile = False
@@ -266,27 +266,27 @@ class Run:
         return batches
 
     def _look(self):
-        """The averages of training so far, over all ranks.
+        """The training averages so far, over all ranks.
 
-        The same message says whether one of them got SIGTERM or SIGUSR1, so that all stop after
-        the same step; else they would wait for each other.
+        The same all-reduce tells all ranks whether one of them got SIGTERM or SIGUSR1, so that all
+        stop after the same step; else some would wait for the others forever.
         """
         averages = self.sums.result(self.stop.carried_by(self.world.all_reduce))
         return averages | self.loss_scales.figures()
 
     def _look_due(self):
-        """Whether all ranks look at their figures now: the same on each.
+        """Whether the ranks add up their sums after this step; all ranks decide the same.
 
-        It is every LOOK_EVERY steps, and more often where these take longer than LOOK_AFTER
-        seconds. On a GPU those are left out that come LOOK_NOT_WITHIN seconds after another one.
-        With --log-interval it is at each line of the log. Before a save of --checkpoint-every, too.
+        They do so every LOOK_EVERY steps, earlier once LOOK_AFTER seconds have passed, and on a GPU
+        not within LOOK_NOT_WITHIN seconds of the last time. With --log-interval they do so for each
+        line of the log instead. They also do so before each save of --checkpoint-every.
         """
         position = self.position
         steps = position.steps - self.looked_at
         now = time.perf_counter()
         seconds = now - self.looked_when
         if self.world.all_reduce:
-            # The clocks of the ranks differ. They have agreed on this.
+            # The ranks' clocks differ, so they use the mean that they have agreed on.
             slow = steps * self.stop.seconds_per_step > LOOK_AFTER
         else:
             slow = seconds > LOOK_AFTER

@@ -1,4 +1,4 @@
-"""The batch and the learning rate: how they depend on the processes, and on the position."""
+"""Batch size and learning rate, from the number of processes and the position of the run."""
 
 import math
 
@@ -9,9 +9,9 @@ from common.position import Position
 
 
 def batch_size(args, world_size: int = 1) -> int:
-    """The samples of a batch: --batch-size, or a process's share of --global-batch-size.
+    """The samples per batch: --batch-size, or a process's share of --global-batch-size.
 
-    A step may --accumulate several batches. Raises InputError if they cannot share it equally.
+    With --accumulate a step has several batches. Raises InputError if it does not divide evenly.
     """
     if args.global_batch_size is None:
         return args.batch_size
@@ -25,7 +25,7 @@ def batch_size(args, world_size: int = 1) -> int:
 
 
 def peak_lr(args, processes: int = 1) -> float:
-    """The highest rate: --lr is that of one process, and `processes` have a larger batch.
+    """The peak learning rate: --lr is for one process, and `processes` have a larger batch.
 
     --scale-lr says how it grows (Goyal et al. 2017, arXiv:1706.02677). With --global-batch-size,
     --lr is the rate for that batch.
@@ -37,9 +37,9 @@ def peak_lr(args, processes: int = 1) -> float:
 
 
 class WarmupCosine:
-    """Sets the rates of each parameter group of `optimizers`, a function of the position of a run.
+    """Sets the rate of each parameter group of `optimizers` from the position of a run.
 
-    The present rate of a group is its highest. In the first `warmup_epochs` the rates rise linearly
+    The rate that a group has now is its peak. In the first `warmup_epochs` the rates rise linearly
     from nearly 0, and then they fall along half a cosine to 0 at the end of the run.
     """
 
@@ -50,13 +50,13 @@ class WarmupCosine:
 
     @property
     def groups(self) -> list[dict]:
-        """The parameter groups; a checkpoint that is loaded replaces those of its optimizer."""
+        """The parameter groups, looked up each time: loading a checkpoint replaces them."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def factor(self, position: Position) -> float:
-        """The factor of the highest rates, from 0 to 1, for the step at `position`."""
+        """What to multiply the peak rates by, from 0 to 1, for the step at `position`."""
         if position.epochs_done < self.warmup_epochs:
-            # At the end of the step: at its beginning, the rate of the first one would be 0.
+            # As of the end of the step: else the rate of the first step would be 0.
             sampler = position.sampler
             done = position.epochs_done + sampler.global_batch / sampler.length
             return min(1, done / self.warmup_epochs)
@@ -65,17 +65,17 @@ class WarmupCosine:
 
     @property
     def peak(self) -> float:
-        """The highest rate of the first group, for the log."""
+        """The peak rate of the first group, for the log."""
         return self.peaks[0]
 
     @property
     def current(self) -> float:
-        """The present rate of the first group, for the log."""
+        """The current rate of the first group, for the log."""
         return self.groups[0]["lr"]
 
     def set(self, position: Position) -> None:
         """Set the rates for the step at `position`."""
         factor = self.factor(position)
         for group, peak in zip(self.groups, self.peaks, strict=True):
-            # In float32, as a CUDA graph has it: else its weights would differ.
+            # Rounded to float32, as in a CUDA graph, so that both give the same weights.
             group["lr"] = float(np.float32(peak * factor))

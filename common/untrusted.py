@@ -1,4 +1,4 @@
-"""torch.load for files of strangers: they run no code, and a small file does not become large."""
+"""torch.load for untrusted files: they run no code, and a small one cannot fill the memory."""
 
 import os
 import pickletools
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-# Lists and dicts can hold each other many times: forty short ones are a text without end.
+# Nested lists can hold one list many times: forty short ones print as 2**40 values.
 MOST_VALUES = 1_000_000
 BYTEARRAY = "it has a bytearray"
 
 
 def load(path: Path | str, mapped: bool = True):
-    """What torch.save wrote to the file `path`. Its tensors are `mapped` where they can be.
+    """What torch.save wrote to the file `path`. If `mapped`, tensors are memory-mapped if possible.
 
-    Raises OSError, ValueError for a file that nobody needs, and for a damaged one anything.
+    Raises OSError, ValueError for a malicious file, and any exception for a damaged one.
     """
     in_zip = zipfile.is_zipfile(path)
     for pickled in pickles_in_zip(path) if in_zip else pickles_before_1_6(path):
@@ -28,7 +28,7 @@ def load(path: Path | str, mapped: bool = True):
 
 
 def pickles_in_zip(path) -> Iterator[bytes]:
-    """What torch.load unpickles."""
+    """Yield the pickles that torch.load reads from a zip archive."""
     with zipfile.ZipFile(path) as archive:
         refuse_compressed(archive)
         for entry in archive.infolist():
@@ -37,28 +37,28 @@ def pickles_in_zip(path) -> Iterator[bytes]:
 
 
 def refuse_compressed(archive: zipfile.ZipFile) -> None:
-    """torch.save compresses nothing, and no entry of it is in the place of another."""
+    """Raise ValueError for compressed or overlapping entries, which torch.save never writes."""
     size = os.path.getsize(archive.filename)
     if sum(entry.file_size for entry in archive.infolist()) > size:
         raise ValueError("it is larger than its file")
 
 
 def pickles_before_1_6(path):
-    """The same of a file that an old torch has written: four pickles, and then the tensors."""
+    """The same for a file from torch before 1.6: four pickles, and then the tensors."""
     with open(path, "rb") as file:
         for _ in range(4):
             yield file
 
 
 def refuse_bytearray(pickled) -> None:
-    """bytearray(10**15) is a few bytes in a pickle, and torch.load would call it."""
+    """Raise ValueError for bytearray(10**15): a few bytes in a pickle, and torch.load calls it."""
     for operation, argument, _ in pickletools.genops(pickled):
         if operation.name == "GLOBAL" and argument.endswith(" bytearray"):
             raise ValueError(BYTEARRAY)
 
 
 def refuse_absurd_values(saved) -> None:
-    """Raise ValueError for a bytearray, and for values that nobody comes to the end of."""
+    """Raise ValueError for a bytearray, and for more than MOST_VALUES nested values."""
     left = [saved]
     count = 0
     while left:

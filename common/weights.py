@@ -1,4 +1,4 @@
-"""--init-from: the weights of another file, to begin with."""
+"""--init-from: start from the weights in a file."""
 
 import json
 from contextlib import suppress
@@ -13,9 +13,9 @@ from common.metadata import Metadata
 from common.optimizers import is_plain
 from common.ranks import World
 
-# DataParallel and DistributedDataParallel, and torch.compile, put them before each name.
+# What DataParallel and DistributedDataParallel, and torch.compile, put before each name.
 PREFIXES = ("module.", "_orig_mod.")
-# What a download gives in place of a file, by its first bytes.
+# What a failed download leaves in place of the weights, by its first bytes.
 NO_WEIGHTS = {
     b"<": "it is a web page: download the file itself",
     b"version https://git-lfs": "it is a pointer of Git LFS: run git lfs pull",
@@ -23,10 +23,10 @@ NO_WEIGHTS = {
 
 
 def read_weights(path: str, flag: str = "--init-from") -> tuple[dict[str, torch.Tensor], dict, str]:
-    """The weights by name in a file, its metadata, and the part of the file that has the weights.
+    """Read a file; return (its weights by name, its metadata, the part that the weights are from).
 
-    It is a state_dict, safetensors, or a checkpoint of a recipe; only that has parts, else it is
-    "". Raises InputError.
+    The file is a state_dict, safetensors, or a recipe's checkpoint; the part is "" unless it is a
+    checkpoint. Raises InputError.
     """
     metadata = {}
     part = ""
@@ -44,17 +44,17 @@ def read_weights(path: str, flag: str = "--init-from") -> tuple[dict[str, torch.
         raise InputError(f"{flag} {path}: pip install safetensors ({error})") from error
     except (OSError, InputError) as error:
         raise InputError(f"{flag} {path}: {checkpoint.reason_of(error)}") from error
-    # A file of others can raise anything.
+    # An untrusted file can raise any exception.
     except Exception as error:
         raise InputError(f"{flag} {path}: {why_not(path, error)}") from error
     return weights, metadata, part
 
 
 def weights_in(saved: dict) -> tuple[str, dict[str, torch.Tensor]]:
-    """The part of a checkpoint that has the weights to use, and them, by the names of "model".
+    """Return (name of a part of the checkpoint `saved`, its weights by the names of "model").
 
-    It is an average of the weights of "model" (an EMA) where there is one, in an AveragedModel of
-    torch; or else "model".
+    The part is an average of the model (an EMA in torch's AveragedModel), if there is one, else
+    "model".
     """
     for part, value in saved.items():
         average = average_of(saved["model"], value)
@@ -66,7 +66,7 @@ def weights_in(saved: dict) -> tuple[str, dict[str, torch.Tensor]]:
 def average_of(model, value) -> dict[str, torch.Tensor] | None:
     """The weights in `value`, if it is the state_dict of an AveragedModel of `model`, or None.
 
-    Names alone do not tell it: two models of a GAN can have the same.
+    Shapes are compared, too: the two models of a GAN can have the same names.
     """
     if not is_state_dict(model) or not is_state_dict(value) or "n_averaged" not in value:
         return None
@@ -83,7 +83,7 @@ def shapes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 def why_not(path: str, error: Exception) -> str:
-    """Why no weights can be read from the file `path`, at which `error` was raised."""
+    """Why reading weights from the file `path` raised `error`, for a message."""
     begin = read_regular(path)[:100].lstrip()
     for magic, reason in NO_WEIGHTS.items():
         if begin.startswith(magic):
@@ -93,7 +93,7 @@ def why_not(path: str, error: Exception) -> str:
 
 
 def read_safetensors(path: str, mapped: bool) -> tuple[dict[str, torch.Tensor], dict]:
-    """The weights and the metadata, which scripts/export.py writes as JSON."""
+    """Return (the weights, the metadata, which scripts/export.py writes as JSON)."""
     from safetensors import torch as safetensors
 
     weights = safetensors.load_file(path) if mapped else safetensors.load(read_regular(path))
@@ -102,14 +102,14 @@ def read_safetensors(path: str, mapped: bool) -> tuple[dict[str, torch.Tensor], 
         texts = json.loads(file.read(length)).get("__metadata__") or {}
     metadata = {}
     for name, text in texts.items():
-        # Others write other texts there.
+        # Other programs write text that is not JSON.
         with suppress(ValueError):
             metadata[name] = json.loads(text)
     return weights, metadata
 
 
 def is_state_dict(saved) -> bool:
-    """Whether it is a dict of tensors by name, whose elements lie in memory."""
+    """Whether `saved` is a dict of plain tensors by name."""
     return isinstance(saved, dict) and all(
         isinstance(name, str) and isinstance(value, torch.Tensor) and is_plain(value)
         for name, value in saved.items()
@@ -117,12 +117,12 @@ def is_state_dict(saved) -> bool:
 
 
 def init_from(args, model: torch.nn.Module, metadata: Metadata, world: World) -> None:
-    """Load the weights of --init-from, if any, into `model`, and say so.
+    """Load the weights of --init-from, if any, into `model`, and print a line.
 
-    With --init-partial, weights that one of both lacks, or that have another shape, are left out,
-    and the line names them. Otherwise they raise InputError. A run that resumes has its weights in
-    the checkpoint, and the file may be gone; with --evaluate they are those of that checkpoint.
-    `metadata` is that of the run.
+    With --init-partial, weights that the file or the model lacks, or whose shapes differ, are left
+    out and listed; else they raise InputError. A resumed run takes its weights from the checkpoint
+    and does not read the file, which may be gone. --evaluate --resume loads the weights from the
+    checkpoint. `metadata` is that of the run.
     """
     path = args.init_from
     flag = "--init-from"

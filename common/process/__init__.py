@@ -1,1 +1,1 @@
-"""The life of a process: how it starts, hangs, is told to stop, and ends. Skip it at first."""
+"""How a process starts, hangs, gets signals, and ends. Skip it at first."""

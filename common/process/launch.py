@@ -1,4 +1,4 @@
-"""How a recipe is started by a launcher, and how it ends: in one line."""
+"""What a launcher has set for this process, and how it ends: an error is one line."""
 
 import atexit
 import ctypes
@@ -36,15 +36,15 @@ SIZES = (
 )
 # As in requirements.txt.
 OLDEST_TORCH = "2.8"
-# Enough for any run, and few enough for programs that close all one by one.
+# Enough for any run, and few enough for programs that try to close every possible file.
 OPEN_FILES = 65_536
 # The newest checkpoint of the run, in the process that saves it
 last_checkpoint: Path | None = None
-# Functions that give back what a run holds, where the process goes on: in a notebook
+# Functions that release what a run holds, for a process that outlives it: in a notebook
 to_give_back = []
-# The types of what CAUSES explain
+# The types of the exceptions that CAUSES explains
 KINDS = (RuntimeError, ValueError, MemoryError, BlockingIOError)
-# What torch and Horovod say of causes that lie outside of the code: how the run ends, and why.
+# Causes outside of the code: (how the run ends, words in the error of torch or Horovod, the cause)
 CAUSES = (
     (
         RunError,
@@ -97,14 +97,14 @@ CAUSES = (
 
 @contextmanager
 def plain_exits():
-    """Let an InputError or RunError end the process with one line, and Ctrl-C and SIGTERM at once.
+    """End the process with one line on an InputError or RunError, at once on Ctrl-C or SIGTERM.
 
-    SIGUSR2 prints the stacks of all threads. A process that a launcher started ends with it, and
-    ends with the block: no code after it runs. If the script runs within other code, such as a
-    notebook or a profiler, that goes on afterwards, and finds the process as it was.
+    SIGUSR2 prints the stacks of all threads. A process that a launcher started dies with it, and
+    ends at the end of the block: no code after it runs. If other code runs the script, such as a
+    notebook or a profiler, that code continues, and the process is left as it was before.
     """
     die_with_parent()
-    # A container may have 2.8.0a0, which comes before 2.8, and after 2.8.dev.
+    # .dev, as a container may have 2.8.0a0, which sorts before 2.8.
     if torch.__version__ < f"{OLDEST_TORCH}.dev":
         too_old = f"torch {torch.__version__} is too old: {OLDEST_TORCH} is the oldest that works"
         end_with_a_line(InputError(f"{too_old} (docs/install.md)"))
@@ -117,16 +117,16 @@ def plain_exits():
     # Under nohup SIGINT is ignored, and stays so.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signals.act_on(signal.SIGINT, end_by_ctrl_c)
-        # A fork has no thread that acts.
+        # A forked process lacks the thread that handles the signal.
         os.register_at_fork(after_in_child=functools.partial(end_at_once, signal.SIGINT))
     open_missing_streams()
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
-    # Python's end collects garbage twice, a second with torch; the system frees all memory anyway.
-    # (Rarer collections from here on would save 0.1 s more, but tensors in cycles would pile up.)
+    # Python collects garbage twice at exit, a second with torch; the system frees memory anyway.
+    # (Rarer collections during the run would save 0.1 s more, but tensors in cycles would pile up.)
     atexit.register(gc.freeze)
     try:
         yield
-        # The run is saved. A second signal, while Python ends, must not make it a failed one.
+        # The run is saved. A second signal during Python's exit must not make it fail.
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
     except Exception as error:
@@ -138,12 +138,12 @@ def plain_exits():
 def allow_open_files() -> None:
     """Raise the soft limit of open files, often 1,024: connections and loader workers need more.
 
-    A rank has four for each other rank with Horovod's Gloo, and five for each of its workers.
+    With Horovod's Gloo a rank opens four files for each other rank; each worker takes five.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # macOS may allow fewer than it says.
+        # macOS may allow fewer than its hard limit.
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -155,10 +155,10 @@ def within_other_code() -> bool:
     while frame:
         module = frame.f_globals.get("__name__")
         caller = frame.f_code.co_name
-        # torchrun --run-path waits for what this function hands on.
+        # torchrun --run-path calls the script by _wrap(), which returns a result to torchrun.
         if module == "torch.distributed.elastic.multiprocessing.api" and caller == "_wrap":
             return True
-        # `python -m` is runpy, and a with block contextlib.
+        # runpy is `python -m`, and contextlib the `with` block.
         if module not in (__name__, "contextlib", "runpy"):
             callers.append(frame)
         frame = frame.f_back
@@ -167,11 +167,11 @@ def within_other_code() -> bool:
 
 @contextmanager
 def given_back():
-    """Give the process back as it was: its signal handlers, no watchdog, nothing held."""
+    """Afterwards restore the signal handlers, stop the watchdog, and release what the run holds."""
     global last_checkpoint
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    # Python can put no handler back that C code has set.
+    # Python cannot restore a handler that C code has set.
     handlers = {number: handler for number, handler in handlers.items() if handler is not None}
     try:
         yield
@@ -193,74 +193,75 @@ def given_back():
 
 def end_with_a_line(error: InputError | RunError) -> None:
     """Print `error` in one line, and end this process with its status."""
-    # At once: as rank 0 fails, its launcher ends the others.
+    # First of all: once rank 0 ends, the launcher kills the others.
     tell_torchrun(str(error))
     rank = launched_rank()
     if within_other_code() and not launched():
-        # A notebook goes on, whatever RANK it has.
+        # A notebook continues, even if RANK is set.
         rank = None
     if rank:
-        # Usually all ranks fail: rank 0 prints, and its launcher ends the others.
+        # Usually all ranks fail: rank 0 prints, and the launcher kills the others meanwhile.
         time.sleep(3)
     who = f"rank {rank}: " if rank else ""
     script = os.path.basename(sys.argv[0])
     print(f"{script}: {who}{error}", file=sys.stderr, flush=True)
     if rank is None:
         sys.exit(error.status)
-    # Under mp.spawn rank 0 holds the store: ranks that connect would print errors.
+    # Under mp.spawn rank 0 hosts the store: ranks still connecting to it would print errors.
     time.sleep(1)
-    # Skips the destructors of the process group, which can hang or abort.
+    # Skip the destructors of the process group, which can hang or abort.
     os._exit(error.status)
 
 
 def tell_torchrun(said: str, **more: str) -> None:
-    """Write why this rank fails to the file from which torchrun takes its last lines."""
+    """Write the error of this rank to the file that torchrun reads for its summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     more["timestamp"] = str(int(time.time()))
-    # Without the file torchrun says only which rank failed.
+    # Without the file, torchrun reports only which rank failed.
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
 
 
 def launched_rank() -> int | None:
-    """The rank that a launcher gave to this process, if one started it."""
+    """The rank that a launcher gave to this process, or None without a launcher."""
     texts = [os.environ.get(name, "") for name in RANKS]
     return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def end_rank() -> None:
-    """End this process with status 0, as Python would, but without destructors.
+    """Exit with status 0, as Python would, but without destructors.
 
-    Gloo has threads of its own. One that drops a tensor while Python destroys its objects aborts
-    the process (pytorch issue 190489). destroy_process_group() ends them only if nothing else keeps
-    the group. The caches of DTensor keep it, which FSDP uses; torch.distributed.nn, which DDP
-    imports; and a DDP wrapper in a cycle.
+    If a thread of Gloo drops a tensor while Python destroys its objects, the process aborts
+    (pytorch issue 190489). destroy_process_group() ends these threads only if nothing else refers
+    to the group. But DTensor's caches do (for FSDP), torch.distributed.nn (which DDP imports), and
+    a DDP wrapper in a reference cycle.
     """
-    # Python begins its end with these two: it waits for threads, and calls exit handlers.
+    # What Python does first at exit: wait for threads, and call exit handlers.
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # A full disk or a terminal that is gone does not make a run a failed one.
+        # A full disk or a closed terminal does not make the run fail.
         with suppress(OSError):
             stream.flush()
     os._exit(0)
 
 
 def end_at_once(number: int) -> None:
-    """Let a signal end this process, whatever it does; a later call replaces it."""
+    """Let signal `number` end this process, whatever it is doing, until another handler is set."""
     # A Python handler would wait for the current collective.
     signal.signal(number, signal.SIG_DFL)
     if os.getpid() == 1:
-        # In a container: Linux drops signals for process 1 unless it has a handler.
+        # In a container: Linux ignores signals to process 1 that have no handler.
         end = functools.partial(os._exit, 128 + number)
         signals.act_on(number, end)
 
 
 def end_by_ctrl_c() -> None:
-    """Say how to continue, and end this process as SIGINT does."""
-    # Python's own can be called in the main thread alone. A second one ends a print that hangs.
+    """Print how to continue, and end this process as SIGINT does."""
+    # By libc: Python's signal() works in the main thread only. If the prints below hang, a second
+    # Ctrl-C ends the process.
     SIG_DFL = 0
     ctypes.CDLL(None).signal(signal.SIGINT, SIG_DFL)
     if how := how_to_continue():
@@ -268,22 +269,22 @@ def end_by_ctrl_c() -> None:
         print(file=sys.stderr, end="\n" if sys.stderr.isatty() else "", flush=True)
         show(f"interrupted{how}")
     os.kill(os.getpid(), signal.SIGINT)
-    # In a container: process 1 goes on.
+    # In a container: the signal does not end process 1.
     os._exit(128 + signal.SIGINT)
 
 
 def how_to_continue() -> str:
-    """The end of a line that says it, or "" in a process that has saved nothing."""
+    """The end of a line that says how to resume, or "" if this process has saved nothing."""
     if last_checkpoint is None or not last_checkpoint.exists():
         return ""
     return f": continue with --resume {last_checkpoint}"
 
 
 def open_missing_streams() -> None:
-    """Let output go nowhere where a stream is closed; show what a stream cannot encode as \\x."""
+    """Replace closed streams by /dev/null; print what a stream cannot encode as \\x escapes."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            # A file that is opened later would get the stream's number, and what C code prints.
+            # Else the next file opened would get the stream's number, and the output of C code.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             if nowhere != number:
                 os.dup2(nowhere, number)
@@ -298,11 +299,11 @@ def open_missing_streams() -> None:
 
 
 def explained(error: Exception) -> InputError | RunError:
-    """`error`, if it is one of ours or its cause lies outside of the code; raises any other."""
+    """`error` as an error of ours, if it is one or CAUSES explains it; raises any other."""
     said = last_words(error)
     if isinstance(error, InputError | RunError):
         return type(error)(said)
-    # NumPy and Python say it with a type alone.
+    # With its type: NumPy and Python raise some errors without these words.
     text = f"{type(error).__name__}: {error}"
     for kind, words, meaning in CAUSES:
         explains = any(word in text for word in words)
@@ -314,7 +315,7 @@ def explained(error: Exception) -> InputError | RunError:
 
 
 def last_words(error: Exception) -> str:
-    """What it says, in one line, and without the traceback of a loader worker."""
+    """The message of `error` in one line, without the traceback of a loader worker."""
     text = str(error) or type(error).__name__
     if text.startswith("Caught "):
         text = re.split(r"\n[\w.]+: ", text)[-1]
@@ -322,7 +323,7 @@ def last_words(error: Exception) -> str:
 
 
 def check_world_size(world_size: int) -> None:
-    """Raise InputError if a launcher started more processes than those that train together."""
+    """Raise InputError if a launcher started more than `world_size` processes."""
     for name in SIZES:
         started = number_in_environment(name, default=1)
         if started > world_size:
@@ -353,19 +354,19 @@ def torchrun_env() -> tuple[int, int]:
 
 
 def group_timeout(seconds: float) -> timedelta:
-    """The limit for a process group. The watchdog holds its steps to `seconds`.
+    """The timeout of a process group: an hour more than a step, which the watchdog limits.
 
-    What is not a step may take an hour longer: the start, where one rank downloads data, or makes
-    an index of it, for all; and a save, for which all wait. NCCL's own limit is 10 minutes.
+    Startup and saves get the extra hour: the others wait while one rank downloads or indexes the
+    data, or writes a checkpoint. NCCL's default is 10 minutes.
     """
     return timedelta(seconds=seconds, hours=1)
 
 
 def leave_restart_to_torchrun(stop) -> None:
-    """Under torchrun --max-restarts, end with status 1 a rank that was itself not told to stop.
+    """Under torchrun --max-restarts, end a rank that got no signal itself with status 1.
 
-    torchrun starts all ranks again if one ends with status 1. So they go on without the node that
-    was told to stop, from the checkpoint. A launcher that tells all ranks does so within 2 s.
+    torchrun restarts all ranks if one ends with status 1. So they resume from the checkpoint
+    without the node that was told to stop. A launcher that signals all ranks does so within 2 s.
     """
     if number_in_environment("TORCHELASTIC_MAX_RESTARTS", default=0) == 0:
         return

@@ -10,11 +10,12 @@ from common.errors import show
 
 
 def trace(batches: Iterable, path: Path) -> Iterator:
-    """Yield `batches`, and trace the use of ten of them to `path` (.json.gz).
+    """Yield `batches`, and write a trace of ten of their steps to `path` (.json.gz).
 
-    The first steps allocate memory, so it begins after six. With less than seven there is no trace.
+    It starts after six steps, as the first ones allocate memory. With fewer than seven there is no
+    trace.
     """
-    # Else it logs, on a CPU even an error.
+    # Else Kineto logs to stderr, on a CPU even an error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=5, warmup=1, active=10, repeat=1),
@@ -26,5 +27,5 @@ def trace(batches: Iterable, path: Path) -> Iterator:
                 yield batch
                 profiler.step()
     finally:
-        # Also where the loop is left before its end.
+        # Also if the loop was left early.
         show(f"--profile: {path if path.exists() else 'no trace: fewer than 7 steps'}")

@@ -1,4 +1,4 @@
-"""Signals: some are acted on at once, also in C++; others ask a run to save and stop."""
+"""Signals: some take effect at once, even during C++ code; others ask a run to save and stop."""
 
 import faulthandler
 import functools
@@ -12,30 +12,29 @@ from contextlib import contextmanager
 
 import torch
 
-# What the thread does, by the number of the signal
+# What the thread calls, by signal number
 actions: dict[int, Callable[[], object]] = {}
 
 
 def act_on(number: int, action: Callable[[], object]) -> None:
-    """Let a thread call `action` when signal `number` comes, until something else handles it.
+    """Let a thread call `action` when signal `number` arrives, until another handler is set.
 
-    A handler that is written in Python runs in the main thread only, after the C++ code that this
-    thread is in.
+    A Python handler would run in the main thread only, once it returns from C++ code.
     """
     actions[number] = action
     start_thread(os.getpid())
     signal.signal(number, noted)
-    # Restart interrupted system calls: libraries may not expect the signal.
+    # Restart interrupted system calls: libraries may not expect EINTR.
     signal.siginterrupt(number, False)
 
 
 def noted(*_) -> None:
-    """A handler that does nothing: Python writes the number to a pipe, and the thread reads it."""
+    """Does nothing: Python also writes the signal number to a pipe, which the thread reads."""
 
 
 @functools.cache
 def start_thread(process: int) -> None:
-    """Start it, once in each `process`: a fork inherits no thread, and shares the pipe."""
+    """Start the thread, once per `process`: a fork has no thread, and shares its parent's pipe."""
     reader, writer = os.pipe()
     # A full pipe must not stop the process.
     os.set_blocking(writer, False)
@@ -51,18 +50,18 @@ def start_thread(process: int) -> None:
 
 
 def print_stacks() -> None:
-    """Print the stacks of all threads. This thread holds the interpreter's lock meanwhile.
+    """Print the stacks of all threads, holding the GIL.
 
-    faulthandler.register() prints them without the lock, while another thread may change them.
-    CPython 3.11.7 crashed then, after 12 to 900 signals to a process that ran Python code (see
-    cpython issue 116008).
+    faulthandler.register() prints them without the GIL, while other threads may change them. That
+    crashed CPython 3.11.7 after 12 to 900 signals to a process that ran Python code (see cpython
+    issue 116008).
     """
     faulthandler.dump_traceback(file=sys.__stderr__)
 
 
 @contextmanager
 def clean_up_first(*numbers: int):
-    """Let these signals leave the `with` block by KeyboardInterrupt, and then do what they did."""
+    """Let these signals raise KeyboardInterrupt in the `with` block, then act as before."""
     came = []
 
     def leave(number, _):
@@ -70,7 +69,7 @@ def clean_up_first(*numbers: int):
         raise KeyboardInterrupt
 
     handlers = {number: signal.getsignal(number) for number in numbers}
-    # Under nohup SIGINT is ignored, and stays so. Python can put no handler back that is of C code.
+    # Under nohup SIGINT is ignored, and stays so. Python cannot restore a handler of C code.
     kept = (signal.SIG_IGN, None)
     handlers = {number: handler for number, handler in handlers.items() if handler not in kept}
     for number in handlers:
@@ -85,23 +84,24 @@ def clean_up_first(*numbers: int):
 
 
 class StopSignal:
-    """`requested` is True once SIGTERM or SIGUSR1, which schedulers send, came after listen().
+    """`requested` is True once SIGTERM or SIGUSR1, which schedulers send, arrives after listen().
 
     `agreed` is True once all ranks know that one of them was asked to stop.
     """
 
     def __init__(self):
-        # A plain bool: a threading.Event takes a lock, on which a second signal could wait.
+        # A plain bool: a threading.Event takes a lock, on which a second signal could deadlock.
         self.requested = False
         self.agreed = False
         self.listening = False
-        # Seconds of a step: of this rank, and after all ranks agreed, the mean over them.
+        # Seconds per step on this rank; after an all-reduce, the mean over all ranks.
         self.seconds_per_step = math.inf
 
     def listen(self) -> None:
-        """From now on they do not end this process. Before the first step nothing is to be saved.
+        """Handle the signals from now on, rather than die from them. Call it after the first step.
 
-        A rank may then wait in C++ for the others, where Python would not notice a signal.
+        Before that there is nothing to save, and a rank may wait for the others in C++, where
+        Python would not notice a signal.
         """
         if self.listening:
             return
@@ -115,10 +115,11 @@ class StopSignal:
         self.requested = True
 
     def carried_by(self, all_reduce):
-        """`all_reduce`, in which each rank also tells the others whether it was asked to stop.
+        """Return `all_reduce` with more numbers: whether a rank was asked to stop, and its speed.
 
-        `all_reduce` adds up a tensor over all ranks in place, and so does what this returns. Every
-        rank then has the same values of `agreed` and `seconds_per_step`. A process alone has None.
+        `all_reduce` adds up a tensor over all ranks in place, and so does the returned function.
+        Afterwards `agreed` and `seconds_per_step` are the same on every rank. A single process has
+        no `all_reduce` (None), and gets None.
         """
         if all_reduce is None:
             self.agreed = self.requested
@@ -126,7 +127,7 @@ class StopSignal:
 
         def all_reduce_with_more(values: torch.Tensor) -> None:
             own = (float(self.requested), self.seconds_per_step, 1.0)
-            # The device fills them in: a copy of a list would wait for it.
+            # new_full() runs on the device; copying a list to it would sync.
             everything = torch.cat([values, *(values.new_full((1,), number) for number in own)])
             all_reduce(everything)
             values.copy_(everything[:-3])

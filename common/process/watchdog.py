@@ -1,4 +1,4 @@
-"""A step that hangs ends its process, with the stack of each thread."""
+"""Kill a process whose step hangs, and print the stack of each thread."""
 
 import faulthandler
 import os
@@ -15,10 +15,10 @@ from common.ranks import World
 
 
 class Watchdog:
-    """Ends this process if a batch, with its step, takes longer than `seconds`.
+    """Kills this process if a batch and its step take longer than `seconds`.
 
-    `before_end`, a function, is called a tenth of that time earlier.
-    `waited` is the number of seconds that the last loop waited for its batches.
+    `before_end`, a function, is called after 90% of that time.
+    `waited` is how long the last loop waited for its batches, in seconds.
     """
 
     def __init__(self, seconds: float, before_end=None):
@@ -29,14 +29,14 @@ class Watchdog:
         self.waited = 0.0
 
     def watch(self, loader: Iterable) -> Iterator:
-        """Yield the batches of `loader`. What follows the loop is watched, too, until cancel()."""
+        """Yield the batches of `loader`. Code after the loop is watched, too, until cancel()."""
         self.waited = 0.0
         self.arm()
         asked = time.perf_counter()
         for batch in loader:
             given = time.perf_counter()
             self.waited += given - asked
-            # Not each time: it starts a thread, which takes up to 0.5 ms.
+            # Not for each batch: arm() starts a thread, which takes up to 0.5 ms.
             if self.armed_at is None or given - self.armed_at > self.seconds / 100:
                 self.arm()
             yield batch
@@ -44,7 +44,7 @@ class Watchdog:
         self.arm()
 
     def arm(self) -> None:
-        """Begin to count the seconds."""
+        """Start the timer, or restart it."""
         self.cancel()
         faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__)
         self.armed_at = time.perf_counter()
@@ -54,7 +54,7 @@ class Watchdog:
             self.timer.start()
 
     def cancel(self) -> None:
-        """Stop counting: what comes next, such as a save, may take long."""
+        """Stop the timer: what comes next, such as a save, may take long."""
         faulthandler.cancel_dump_traceback_later()
         self.armed_at = None
         if self.timer:
@@ -63,9 +63,9 @@ class Watchdog:
 
 
 def flight_recorder(folder: str | None, world: World):
-    """A function that writes what this rank communicated last to `folder`/collectives-RANK.
+    """A function that writes this rank's last collectives to `folder`/collectives-RANK.
 
-    `torchfrtrace` reads it. None unless TORCH_FR_BUFFER_SIZE is set, which lets torch record it.
+    `torchfrtrace` reads them. None unless TORCH_FR_BUFFER_SIZE is set: then torch records them.
     """
     if "TORCH_FR_BUFFER_SIZE" not in os.environ:
         return None
@@ -74,7 +74,7 @@ def flight_recorder(folder: str | None, world: World):
         recorder = torch._C._distributed_c10d
         dump = recorder._dump_fr_trace if world.device.type == "cpu" else recorder._dump_nccl_trace
         trace = pickle.loads(dump())
-        # That of Gloo is not what torchfrtrace reads.
+        # Gloo's differs from what torchfrtrace expects.
         ranks = str(list(range(world.size)))
         trace["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
         with open(Path(folder or ".", f"collectives-{world.rank}"), "wb") as file:

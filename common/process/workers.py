@@ -14,7 +14,7 @@ from common.process.parent import die_with_parent
 
 
 def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **options) -> DataLoader:
-    """A DataLoader whose `workers` processes are started here, and live until the process ends.
+    """A DataLoader whose `workers` processes start here, and live until this process ends.
 
     An IterableDataset takes no `sampler`. `options` are further arguments of DataLoader, such as
     collate_fn and pin_memory.
@@ -32,13 +32,13 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=begin_worker,
-        # Else each pass draws a number from the generator that dropout uses.
+        # Else each epoch draws a number from the default generator, which dropout uses.
         generator=torch.Generator(),
-        # Workers share the dataset's memory, also under mp.spawn.
+        # fork, also under mp.spawn: workers share the dataset's memory.
         multiprocessing_context="fork" if workers else None,
         **options,
     )
-    # Start the workers now, by a pass that reads nothing (of a stream, a few batches). Training
+    # Start the workers now, by an epoch that reads nothing (of a stream, a few batches). Training
     # starts threads (Gloo, autograd), and in CPython 3.11 a fork can deadlock while one creates or
     # deletes its Python state: 1 fork in 400, on two busy cores.
     if workers:
@@ -49,7 +49,7 @@ def data_loader(dataset: Dataset, sampler, batch_size: int, workers: int, **opti
 
 
 def check_temporary_folder() -> None:
-    """Raise InputError if its name is too long: workers hand tensors over through sockets in it."""
+    """Raise InputError if its path is too long: workers pass tensors through sockets in it."""
     try:
         folder = tempfile.gettempdir()
     except OSError as error:
@@ -77,15 +77,15 @@ def sent_by_the_rank() -> bool:
     """Wait for SIGTERM; return whether this worker's rank sent it."""
     if hasattr(signal, "sigwaitinfo"):
         return signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
-    # macOS does not say who did.
+    # macOS does not tell who sent it.
     signal.sigwait({signal.SIGTERM})
     return True
 
 
 def begin_worker(_) -> None:
-    """Let SIGTERM end a worker only if its rank sent it, and SIGUSR1 not at all.
+    """Let SIGTERM end a worker only if its rank sent it, and ignore SIGUSR1.
 
-    SLURM sends them to all processes of a job, and the rank needs data until it has saved. SIGUSR2
+    SLURM sends both to all processes of a job, but the rank needs data until it has saved. SIGUSR2
     prints the worker's stacks.
     """
 
@@ -96,7 +96,7 @@ def begin_worker(_) -> None:
 
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Before any thread starts, as threads inherit it: SIGTERM would end the worker through them.
+    # Before any thread starts, as threads inherit the mask: one without it would get SIGTERM.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signals.act_on(signal.SIGUSR2, signals.print_stacks)
     threading.Thread(target=wait_for_the_rank, daemon=True).start()

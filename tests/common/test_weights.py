@@ -102,7 +102,7 @@ def test_weights_with_other_classes(begin, tmp_path):
     state = {"model": model.state_dict(), "metadata": Metadata(classes=["cat", "dog"]).state_dict()}
     checkpoint.save(tmp_path, state, {})
     said = begin(flags(tmp_path / "last.pt"), model, classes=["cat", "emu"])
-    assert said.endswith("of its classes number 1 is 'dog', and in this run 'emu'\n")
+    assert said.endswith("its classes[1] is 'dog', and in this run 'emu'\n")
     assert "classes" not in begin(flags(tmp_path / "last.pt"), model, classes=["cat", "dog"])
 
 

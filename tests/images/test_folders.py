@@ -169,5 +169,5 @@ def test_an_image_without_an_end(make, tree):
     path.unlink()
     make(path)
     train, _ = folders.find(tree)
-    with pytest.raises(InputError, match=r"0.png: it is no regular file"):
+    with pytest.raises(InputError, match=r"0.png: it is not a regular file"):
         train[0]
