@@ -12,19 +12,19 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# amp: --help works without it, and connect() says how to get it. PyPI's apex is another package.
+# amp: --help works without Apex; connect() says how to get it. PyPI's apex is another package.
 try:
     from apex import amp, parallel
 except ImportError:
@@ -58,7 +58,7 @@ def parse_args():
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed, world)
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
@@ -71,7 +71,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, images):
-    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    """The mean loss (nats) and the accuracy, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images}
 
 
@@ -93,24 +93,24 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
-    # amp: tags after 25.05 have none.
+    """Join the other processes; return the World of this one."""
+    # amp: Apex after 25.05 has no amp.
     if amp is None:
         raise InputError("Apex with amp is not installed: see docs/install.md")
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
     if device.type == "cpu" or args.channels_last:
         # amp: Apex's DDP would mix up the gradients of NHWC weights.
         raise InputError("Apex needs a GPU, and does not work with --channels-last: use ddp_amp.py")
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     strategy = f"Apex {args.opt_level}, torchrun"
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, strategy)
 
@@ -119,13 +119,13 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(world.device)
     init_from(args, model, cifar.METADATA, world)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
@@ -141,10 +141,10 @@ def main():
     # dist: the model without its wrapper, so that any recipe can load it.
     state = {"model": model, "optimizer": optimizer, "metadata": cifar.METADATA}
     if args.opt_level in ("O1", "O2"):
-        # amp: to resume with their loss scale.
+        # amp: so that a resumed run keeps the loss scale.
         state["amp"] = amp
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
-    # amp: the checkpoint may be of a recipe without Apex.
+    # amp: the checkpoint may be from a recipe without Apex.
     run = Run(args, world, state, sums, rates, train, optional=["amp"])
 
     def step(images, labels):
@@ -153,20 +153,20 @@ def main():
         logits = ddp_model(cifar.normalise(images))
         loss = F.cross_entropy(logits, labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
-            # amp: else small fp16 gradients become 0.
+            # amp: else small fp16 gradients underflow to 0.
             scaled_loss.backward()
         optimizer.step()
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
 
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)

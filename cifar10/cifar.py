@@ -39,7 +39,7 @@ METADATA = Metadata(
 
 
 def add_flags(parser):
-    """Add the flags of the data set and of its models."""
+    """Add the flags for the data set and its models."""
     add = parser.add_argument
     add("-a", "--model", "--arch", choices=MODELS, default="resnet18", help="the network")
     data.add_flags(parser, "folder of CIFAR-10, which is downloaded if missing")
@@ -50,13 +50,13 @@ def load(
 ) -> tuple[TensorDataset, TensorDataset]:
     """CIFAR-10: 50,000 training and 10,000 validation images, uint8 [3, 32, 32], with labels 0..9.
 
-    It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
-    `world` says which files are not those of CIFAR-10: one's own images may be in their place.
-    Raises InputError if files are damaged, or missing. Source: A. Krizhevsky, 2009.
+    Downloads it if `folder` lacks it. With `synthetic`, generates so many images. If files differ
+    from CIFAR-10's, such as your own images in their place, `world` prints their names.
+    Raises InputError if files are damaged or missing. Source: A. Krizhevsky, 2009.
     """
     if synthetic:
         return data.generate(synthetic, channels=3, size=32, seed=seed)
-    # Imported here, as generated images do not need it.
+    # Imported only here, as --synthetic does not need it.
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import download_and_extract_archive
 
@@ -84,8 +84,8 @@ def read(root: Path, files: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         batch = WithoutNumPy(content, encoding="latin1").load()
         _, _, _, columns_first, pixels = batch["data"].state
         if columns_first:
-            raise ValueError("the pixels are in Fortran's order")
-        # A pickle of Python 2 has a text.
+            raise ValueError("the pixels are in Fortran order")
+        # In a pickle from Python 2 the pixels are a str.
         if isinstance(pixels, str):
             pixels = pixels.encode("latin1")
         pixels = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
@@ -95,7 +95,7 @@ def read(root: Path, files: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Stated:
-    """Stands for an array or its dtype, and keeps what the file states of it."""
+    """Stands in for an array or its dtype, and keeps the state from the file."""
 
     def __init__(self, *ignored):
         self.state = None
@@ -105,13 +105,13 @@ class Stated:
 
     @classmethod
     def from_buffer(cls, pixels, dtype, shape, order):
-        """What the newest pickles call."""
+        """What pickles of newer NumPys call."""
         array = cls()
         array.state = (1, shape, dtype, order == "F", pixels)
         return array
 
 
-# What a pickled array calls, and what is called in its place.
+# What a pickled array calls, and what we call instead.
 INSTEAD = {
     "numpy.core.multiarray._reconstruct": Stated,
     "numpy.core.numeric._frombuffer": Stated.from_buffer,
@@ -122,13 +122,13 @@ INSTEAD = {
 
 
 class WithoutNumPy(pickle.Unpickler):
-    """A pickle can call any function, and an array in it can be one of pointers.
+    """Unpickles untrusted CIFAR-10 batches: allows the calls in INSTEAD only, and creates no array.
 
-    So CIFAR-10's batches get neither, and a dtype is what read() names.
+    A pickle could call any function, or build an array of pointers. read() sets the dtype.
     """
 
     def find_class(self, module, name):
-        # Newer NumPys say numpy._core.
+        # Newer NumPys use numpy._core.
         called = f"{module}.{name}".replace("._core.", ".core.")
         if called not in INSTEAD:
             raise pickle.UnpicklingError(f"it calls {called}, which no CIFAR-10 batch needs")
@@ -138,8 +138,8 @@ class WithoutNumPy(pickle.Unpickler):
 class CropFlipLoader(TensorLoader):
     """A TensorLoader of images that are padded with zeros, cropped and mirrored at random.
 
-    The crops are a function of seed, epoch and index: the same on any number of processes, and
-    after a resume. The sampler is an EpochSampler.
+    The crops depend only on seed, epoch and index: they are the same on any number of processes,
+    and after a resume. The sampler is an EpochSampler.
     """
 
     PADDING = 4
@@ -165,7 +165,7 @@ class CropFlipLoader(TensorLoader):
         return super().__iter__()
 
     def draw(self):
-        """Draw for each image where its crop begins, and whether it is mirrored, in this epoch."""
+        """Draw where the crop of each image starts in this epoch, and whether it is mirrored."""
         windows, labels = self.tensors
         count = len(labels)
         generator = torch.Generator()
@@ -188,7 +188,7 @@ def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:
 
     Source: He et al. 2015, section 4.2.
     """
-    # Imported here, as the other models do not need it.
+    # Imported only here, as the other models do not need it.
     from torchvision.models import resnet18
 
     model = resnet18(num_classes=classes)
@@ -198,10 +198,10 @@ def resnet18(channels: int, size: int, classes: int = 10) -> nn.Module:
 
 
 MODELS = {"resnet18": resnet18, "convnet": models.ConvNet, "lenet": models.LeNet}
-# The learning rate of each for a batch of 128.
+# The learning rate of each model for a batch of 128.
 LRS = {"resnet18": 0.1, "convnet": 0.02, "lenet": 0.02}
 
 
 def build(name: str) -> nn.Module:
-    """The model that --model names."""
+    """Build the model for --model."""
     return MODELS[name](channels=3, size=32)

@@ -4,8 +4,8 @@
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr 0
     MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python cifar10/ddp_spawn.py -n 2 -g 1 -nr 1
 
-Read it beside single.py. The last two make one run on two machines; the address is that of the
-first. On one machine set CUDA_VISIBLE_DEVICES.
+Read it beside single.py. The last two start one run on two machines, with the address of the
+first. Choose the GPUs of a machine with CUDA_VISIBLE_DEVICES.
 """
 
 import os
@@ -13,12 +13,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -59,7 +59,7 @@ def parse_args():
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = cifar.load(args.data_dir, args.synthetic, args.seed, world)
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
@@ -72,7 +72,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, images):
-    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    """The mean loss (nats) and the accuracy, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images}
 
 
@@ -94,25 +94,25 @@ def evaluate(model, val, run):
 
 
 def connect(local_rank, args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: over all machines.
     rank = args.nr * args.gpus + local_rank
     world_size = args.nodes * args.gpus
-    # dist: init_process_group reads them.
+    # dist: init_process_group reads these.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, args.gpus)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, rank, world_size, dist.all_reduce, "DDP, mp.spawn")
 
 
-# dist: mp.spawn calls it in each process, with the number of the process.
+# dist: mp.spawn calls this in each process, with the number of the process on this machine.
 def start(local_rank, args):
     with launch.plain_exits():
         main(local_rank, args)
@@ -123,22 +123,22 @@ def start(local_rank, args):
 def main(local_rank, args):
     world = connect(local_rank, args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     model = cifar.build(args.model).to(world.device)
     init_from(args, model, cifar.METADATA, world)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -161,14 +161,14 @@ def main(local_rank, args):
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)
@@ -177,25 +177,25 @@ def main(local_rank, args):
 
 if __name__ == "__main__":
     with launch.plain_exits():
-        # dist: once, in the process that starts the others.
+        # dist: parse once, in the process that starts the others.
         args = parse_args()
         address = {"MASTER_ADDR", "MASTER_PORT"}
         if args.nr >= args.nodes or (args.nodes > 1 and not address <= os.environ.keys()):
-            # dist: else they wait for each other.
+            # dist: else the machines would wait for each other forever.
             raise InputError(
                 "-n N: give each machine an -nr from 0 to N-1, and set MASTER_ADDR and MASTER_PORT "
                 "on all of them to an address and a free port of the first"
             )
         if args.nodes == 1:
-            # dist: where they meet; what another tool left in these variables is elsewhere.
+            # dist: the processes meet here, whatever another tool left in these variables.
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(get_free_port()))
         else:
-            # dist: Kubernetes sets it to tcp://... if a Service has the name master.
+            # dist: Kubernetes sets MASTER_PORT to tcp://... if a Service is called master.
             port = launch.number_in_environment("MASTER_PORT", default=0)
-            # dist: the first says nothing else for as long as another is missing.
+            # dist: the first machine is silent until all the others have joined.
             place = f"{os.environ['MASTER_ADDR']}:{port}"
             print(f"-nr {args.nr}: all {args.nodes} machines wait for each other at {place}")
-        # dist: else USR1 or USR2 ends a process that still loads torch.
+        # dist: else SIGUSR1 or SIGUSR2 kills a process that is still loading torch.
         spawn.ignore_signals()
-        # dist: passes signals on to them, and waits.
+        # dist: waits for the processes, and passes signals on to them.
         spawn.join(mp.spawn(start, args=(args,), nprocs=args.gpus, join=False))

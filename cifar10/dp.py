@@ -12,12 +12,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -58,7 +58,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, images):
-    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    """The mean loss (nats) and the accuracy, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images}
 
 
@@ -76,21 +76,21 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Return this process, and the numbers of its GPUs."""
+    """Return the World of this process, and the indices of its GPUs."""
     device = devices.use(args)
-    # dist: all take part.
+    # dist: all GPUs take part,
     gpus = list(range(torch.accelerator.device_count())) if device.type != "cpu" else []
     if ":" in args.device:
-        # dist: only the one that --device names.
+        # dist: or only the one that --device names.
         gpus = [device.index]
     if args.compile and len(gpus) > 1:
-        # dist: a copy on another GPU would call the first one's compiled model.
+        # dist: the replicas on other GPUs would call the first one's compiled model.
         raise InputError(
             "--compile does not work on several GPUs: use ddp_launch.py, or CUDA_VISIBLE_DEVICES=0"
         )
     strategy = "DataParallel, no GPU"
     if gpus:
-        # dist: unlike with processes, the batch does not grow with the GPUs: it is split.
+        # dist: unlike with DDP, the batch does not grow with the number of GPUs: it is split.
         each = schedule.batch_size(args) / len(gpus)
         strategy = f"DataParallel, {len(gpus)} GPU(s) with {each:g} images each"
     return World(device, strategy=strategy), gpus
@@ -121,7 +121,7 @@ def main():
 
     def step(images, labels):
         optimizer.zero_grad()
-        # dist: through the wrapper; else the first GPU alone works.
+        # dist: through the wrapper; else only the first GPU computes.
         logits = dp_model(cifar.normalise(images))
         loss = F.cross_entropy(logits, labels)
         loss.backward()
@@ -129,20 +129,20 @@ def main():
         correct = (logits.argmax(1) == labels).sum()
         sums.add(loss=loss.detach() * len(labels), correct=correct, images=len(labels))
 
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             for gpu in gpus[1:]:
-                # dist: else all draw the same dropout; run.steps() has seeded the first one.
+                # dist: else all GPUs draw the same dropout; run.steps() has seeded the first one.
                 generator = torch.get_device_module(world.device).default_generators[gpu]
                 generator.manual_seed(torch.initial_seed() + gpu)
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
-            # dist: on all GPUs, too.
+            # dist: evaluate on all GPUs, too.
             result = evaluate(dp_model, val, run)
             run.record(result, best=result["accuracy"])
 

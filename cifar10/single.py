@@ -9,12 +9,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -54,7 +54,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, images):
-    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    """The mean loss (nats) and the accuracy, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images}
 
 
@@ -102,14 +102,14 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])

@@ -10,12 +10,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -33,7 +33,7 @@ from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
-# amp: fp16 has more digits, bf16 more range.
+# amp: fp16 has more precision, bf16 more range.
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,7 +69,7 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # A step takes --accumulate batches.
     per_step = batch_size * args.accumulate
@@ -86,7 +86,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, correct5, images):
-    """The mean loss (nats) and the accuracies, of the sums over all images."""
+    """The mean loss (nats) and the accuracies, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images, "top5": correct5 / images}
 
 
@@ -116,18 +116,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(
         device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP + torch.amp, torchrun"
     )
@@ -138,36 +138,36 @@ def main():
     world = connect(args)
     networks.check(args, world.device)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
     classes = len(metadata["classes"])
     model = networks.build(args.model, args.image_size, classes).to(world.device)
     if args.sync_bn:
-        # dist: statistics of the global batch.
+        # dist: normalise with the statistics of the global batch.
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     init_from(args, model, metadata, world)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
-    # amp: fused SGD starts from garbage if the scaler skips its first step.
+    # amp: else fused SGD's momentum is uninitialised if the scaler skips the first step.
     for group in optimizer.param_groups:
         for weight in group["params"]:
             optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     amp_dtype = AMP_DTYPES[args.amp_dtype]
-    # amp: a CPU without 16-bit units computes right, but slowly.
+    # amp: correct but slow on a CPU without 16-bit units.
     devices.warn_if_slow(world, amp_dtype)
-    # amp: scales the loss, for fp16; bf16 has the range and needs none.
+    # amp: fp16 needs loss scaling; bf16 has the range of fp32 and does not.
     scaler = torch.amp.GradScaler(world.device.type, enabled=args.amp_dtype == "fp16")
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -175,10 +175,10 @@ def main():
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     # dist: the model without its wrapper, so that any recipe can load it.
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
-    # amp: to resume with its scale of the loss.
+    # amp: so that a resumed run keeps the loss scale.
     state["scaler"] = scaler
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
-    # amp: the checkpoint may be of a recipe without a scaler.
+    # amp: the checkpoint may be from a recipe without a scaler.
     run = Run(args, world, state, sums, rates, train, optional=["scaler"])
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
@@ -190,30 +190,30 @@ def main():
     def step(images, labels):
         # dist: one all-reduce per step, as no_sync() does.
         ddp_model.require_backward_grad_sync = run.ends_step
-        # amp: forward and loss only.
+        # amp: around forward and loss only, not backward.
         with torch.autocast(world.device.type, amp_dtype):
             # dist: through the wrapper; else no gradient is averaged.
             logits = ddp_model(jpegs.normalise(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
-        # amp: else small fp16 gradients become 0.
+        # amp: else small fp16 gradients underflow to 0.
         scaler.scale(loss / args.accumulate).backward()
         add_to(sums, loss.detach(), logits, labels)
         if run.ends_step:
-            # amp: skips the step if a gradient overflowed, and then lowers the scale.
+            # amp: skips the step if a gradient overflowed; update() then lowers the scale.
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)

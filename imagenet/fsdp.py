@@ -1,4 +1,4 @@
-"""Train on ImageNet with fully_shard (FSDP2): each process holds a share of the weights.
+"""Train on ImageNet with fully_shard (FSDP2): each process holds a shard of the weights.
 
     torchrun --nproc-per-node=2 imagenet/fsdp.py
     torchrun --nproc-per-node=2 imagenet/fsdp.py --param-dtype bf16
@@ -11,12 +11,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -54,9 +54,9 @@ def parse_args():
     add = parser.add_run_group()
     # dist: for small batches.
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes")
-    # fsdp: of the gathered weights.
+    # fsdp: the type of the gathered weights.
     add("--param-dtype", choices=("fp32", "bf16"), default="fp32", help="type of computation")
-    # fsdp: one all-gather less, for more memory.
+    # fsdp: saves an all-gather, takes more memory.
     add(
         "--no-reshard-after-forward",
         action="store_false",
@@ -76,7 +76,7 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # A step takes --accumulate batches.
     per_step = batch_size * args.accumulate
@@ -93,7 +93,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, correct5, images):
-    """The mean loss (nats) and the accuracies, of the sums over all images."""
+    """The mean loss (nats) and the accuracies, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images, "top5": correct5 / images}
 
 
@@ -104,7 +104,7 @@ def add_to(sums, loss, logits, labels):
     sums.add(loss=loss * count, correct=hits[:, 0].sum(), correct5=hits.sum(), images=count)
 
 
-# fsdp: not inference_mode, as gathered weights share their memory with those of training.
+# fsdp: not inference_mode, as training reuses the memory of the gathered weights.
 @torch.no_grad()
 def evaluate(model, val, run):
     """Return the averages over the whole validation set, each image once."""
@@ -117,7 +117,7 @@ def evaluate(model, val, run):
         logits = model(jpegs.normalise(images))
         loss = F.cross_entropy(logits, labels)
         add_to(sums, loss, logits, labels)
-    # fsdp: forward gathers weights on all ranks, so one that has fewer batches joins once more.
+    # fsdp: each forward is a collective, so a rank with fewer batches calls it once more.
     samples_at_once = run.args.test_batch_size * run.world.size
     most = 1 if run.args.dry_run else math.ceil(len(val.dataset) / samples_at_once)
     if len(val.loader) < most:
@@ -128,63 +128,63 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "FSDP, torchrun")
 
 
 def shard(args, model, world):
-    """Let each rank have a share of each weight of `model`, which stays without memory."""
-    # fsdp: else it takes the GPU, also with --device cpu.
+    """Shard each weight of `model` over the ranks; it stays on the meta device."""
+    # fsdp: by default it would use the GPU, even with --device cpu.
     mesh = dist.init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy()
     root_policy = policy
     if args.param_dtype == "bf16":
-        # fsdp: a CPU without 16-bit units computes right, but slowly.
+        # fsdp: correct but slow on a CPU without 16-bit units.
         devices.warn_if_slow(world, torch.bfloat16)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        # fsdp: logits in fp32, for the loss.
+        # fsdp: the root returns logits in fp32, for the loss.
         root_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if norms:
             # fsdp: BatchNorm stays fp32, like its running statistics.
             fully_shard(norms, mesh=mesh)
     for block in blocks(model):
-        # fsdp: each is gathered when forward and backward reach it, and then freed.
+        # fsdp: forward and backward gather one block at a time, use it, and free it.
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
     fully_shard(model, mesh=mesh, mp_policy=root_policy)
 
 
 def build(args, metadata, world):
-    """Return the model, of which each rank has a share."""
+    """Return the model, sharded over the ranks."""
     classes = len(metadata["classes"])
-    # fsdp: whole only in rank 0's memory, for models that do not fit on a device.
+    # fsdp: only rank 0 has the full model, on the CPU: it may not fit on a device.
     whole = None
     if world.rank == 0:
         whole = networks.build(args.model, args.image_size, classes)
         init_from(args, whole, metadata, world)
-    # fsdp: on the meta device weights have no memory.
+    # fsdp: on the meta device weights take no memory.
     with torch.device("meta"):
         model = networks.build(args.model, args.image_size, classes)
     if args.sync_bn:
-        # dist: statistics of the global batch.
+        # dist: normalise with the statistics of the global batch.
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     devices.adapt(model, args)  # --channels-last, --compile
-    # fsdp: it refuses NHWC weights; the images stay NHWC.
+    # fsdp: fully_shard does not support NHWC weights; the images stay NHWC.
     model.to(memory_format=torch.contiguous_format)
-    # fsdp: before the optimizer, which then has a share of each weight.
+    # fsdp: before the optimizer, which then holds only this rank's shards.
     shard(args, model, world)
-    # fsdp: each rank gets its shares of rank 0's weights.
+    # fsdp: each rank gets its shards of rank 0's weights.
     share_out(whole, model, world.device)
     return model
 
@@ -194,14 +194,14 @@ def main():
     world = connect(args)
     networks.check(args, world.device)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
     model = build(args, metadata, world)
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
-    # fsdp: foreach, as fused SGD takes no shards.
+    # fsdp: foreach, as fused SGD does not support shards.
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, foreach=True
     )
@@ -209,7 +209,7 @@ def main():
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
-    # fsdp: whole in the checkpoint, so that any recipe can load it.
+    # fsdp: saved unsharded, so that any recipe can load it.
     state = {
         "model": WholeModel(model),
         "optimizer": WholeOptimizer(optimizer),
@@ -235,14 +235,14 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
 
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])

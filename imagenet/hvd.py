@@ -14,24 +14,24 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ and images/ from beside this file or its folder, and not from elsewhere.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
 import torch.nn.functional as F
 
-# dist: --help works without it, and connect() says how to get it.
+# dist: --help works without Horovod; connect() says how to get it.
 try:
     import horovod.torch as hvd
 except ModuleNotFoundError:
     hvd = None
 
-# dist: a rank that waits for MPI frees its core.
+# dist: let a rank that waits in MPI yield its core.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 import jpegs  # beside this file; scripts/take.py copies it along
@@ -45,7 +45,7 @@ from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
-# amp: fp16 has more digits, bf16 more range.
+# amp: fp16 has more precision, bf16 more range.
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,11 +65,11 @@ def parse_args():
     add = parser.add_run_group()
     # dist: for small batches.
     add("--sync-bn", action="store_true", help="BatchNorm over the batches of all processes")
-    # dist: half the bytes.
+    # dist: halves the bytes to send.
     add("--fp16-allreduce", action="store_true", help="send gradients as fp16")
     # dist: instead of averaging.
     add("--use-adasum", action="store_true", help="reduce gradients by Adasum")
-    # amp: as in ddp_amp.py, but fp32 if not given.
+    # amp: as in ddp_amp.py, but fp32 by default.
     add("--amp-dtype", choices=AMP_DTYPES, help="16-bit type of products, with torch.amp")
     args = parser.parse_args()
     if args.lr is None:
@@ -84,7 +84,7 @@ def load_data(args, world):
     train_set, val_set = jpegs.load(
         args.data_dir, args.synthetic, args.seed, args.image_size, args.loader
     )
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # A step takes --accumulate batches.
     per_step = batch_size * args.accumulate
@@ -100,39 +100,39 @@ def load_data(args, world):
     return train, DataObject(val_set, val_sampler, val_loader)
 
 
-# amp: within it products are in 16 bits, and the loss is in fp32.
+# amp: inside, products are in 16 bits, and the loss is in fp32.
 def autocast(args, device):
-    """torch.amp's context in the type of --amp-dtype, which does nothing without it."""
+    """torch.amp's context for --amp-dtype; it does nothing without the flag."""
     return torch.autocast(device.type, AMP_DTYPES.get(args.amp_dtype), args.amp_dtype is not None)
 
 
-# dist: scaler.step(optimizer) alone looks for overflows before the gradients of other ranks have
-# come, so that some ranks would skip a step that others take.
+# dist: scaler.step(optimizer) alone would check for overflows before the all-reduce is done, so
+# that some ranks would skip a step that others take.
 def take_step(optimizer, scaler):
     """Wait for the gradients of all ranks, and take a step with them."""
-    # Also for Adasum, whose optimizer has no synchronize().
+    # Adasum always takes this path: its optimizer has no synchronize().
     if not scaler.is_enabled():
         optimizer.step()
         return
     # dist: waits for the all-reduces that backward has started.
     optimizer.synchronize()
-    # amp: divides by the scale, and finds the same overflows on all ranks. Clipping comes after it.
+    # amp: divides by the scale, and finds the same overflows on all ranks. Clip after this.
     scaler.unscale_(optimizer)
     # dist: else step() would all-reduce once more.
     with optimizer.skip_synchronize():
-        # amp: skips the step if a gradient overflowed, and then lowers the scale.
+        # amp: skips the step if a gradient overflowed; update() then lowers the scale.
         scaler.step(optimizer)
     scaler.update()
 
 
-# dist: adds up in place, as dist.all_reduce does.
+# dist: sums in place, like dist.all_reduce.
 def all_reduce(tensor):
-    # dist: for a known name and size, Horovod's ranks need not negotiate again.
+    # dist: with a name, Horovod negotiates only the first time.
     hvd.allreduce_(tensor, op=hvd.Sum, name=f"sums of {tensor.numel()}")
 
 
 def averages(loss, correct, correct5, images):
-    """The mean loss (nats) and the accuracies, of the sums over all images."""
+    """The mean loss (nats) and the accuracies, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images, "top5": correct5 / images}
 
 
@@ -160,7 +160,7 @@ def evaluate(model, val, run):
     return sums.result(all_reduce)
 
 
-# dist: Horovod may have been built without what the flags need.
+# dist: Horovod may have been built without support for these flags.
 def check_horovod(args, device):
     """Raise InputError if this build of Horovod cannot do what the flags ask for."""
     if device.type != "cpu" and not hvd.nccl_built():
@@ -178,30 +178,30 @@ def check_horovod(args, device):
         )
 
 
-# dist: the rate grows with the gradients that are averaged. Adasum averages none, or with NCCL only
-# those of one machine.
+# dist: the rate grows with the number of gradients averaged. Adasum averages none, or with NCCL
+# only those of one machine.
 def averaged(args, device):
-    """The number of gradients that are averaged to one."""
+    """The number of gradients averaged into one."""
     if not args.use_adasum:
         return hvd.size()
     return hvd.local_size() if device.type != "cpu" else 1
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
-    # dist: no package index has it built.
+    """Join the other processes; return the World of this one."""
+    # dist: no package index has Horovod built.
     if hvd is None:
         raise InputError("Horovod is not installed: run scripts/install_horovod.sh")
     # dist: all processes that horovodrun or mpirun started wait here for each other.
     hvd.init()
     # dist: one device per process; else all open a context on GPU 0.
     device = devices.use(args, hvd.local_rank(), hvd.local_size())
-    # dist: a wrong build is refused before a data set is downloaded.
+    # dist: check the build before downloading a data set.
     check_horovod(args, device)
     # dist: Horovod's transport, for the log.
     kind = "MPI" if hvd.mpi_enabled() else "Gloo"
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, hvd.rank(), hvd.size(), all_reduce, f"Horovod, {kind}")
 
 
@@ -210,25 +210,25 @@ def main():
     world = connect(args)
     networks.check(args, world.device)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = jpegs.metadata(train.dataset)
     classes = len(metadata["classes"])
     model = networks.build(args.model, args.image_size, classes).to(world.device)
     if args.sync_bn:
-        # dist: statistics of the global batch.
+        # dist: normalise with the statistics of the global batch.
         model = networks.replace_batch_norm(model, hvd.SyncBatchNorm)
     init_from(args, model, metadata, world)
     devices.adapt(model, args)  # --channels-last, --compile
     # dist: Horovod cannot send weights in NHWC; with --channels-last only the images have it.
     model.to(memory_format=torch.contiguous_format)
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, averaged(args, world.device))
     optimizer = torch.optim.SGD(
         networks.decay_groups(model, args.weight_decay), lr, args.momentum, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         model.named_parameters(),
@@ -237,23 +237,23 @@ def main():
         backward_passes_per_step=args.accumulate,
         compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
     )
-    # dist: all begin with rank 0's weights. broadcast_optimizer_state is left out: with a fresh SGD
-    # it takes a step, which changes the weights.
+    # dist: all start with rank 0's weights. No broadcast_optimizer_state: with a fresh SGD it takes
+    # a step, which changes the weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if args.amp_dtype:
-        # amp: a CPU without 16-bit units computes right, but slowly.
+        # amp: correct but slow on a CPU without 16-bit units.
         devices.warn_if_slow(world, AMP_DTYPES[args.amp_dtype])
-    # amp: scales the loss, for fp16; bf16 has the range and needs none.
+    # amp: fp16 needs loss scaling; bf16 has the range of fp32 and does not.
     scaler = torch.amp.GradScaler(world.device.type, enabled=args.amp_dtype == "fp16")
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
     sums = Sums(world.device, averages)
     # A checkpoint holds the state of these objects, and the flags. Add your own.
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
-    # amp: to resume with its scale of the loss.
+    # amp: so that a resumed run keeps the loss scale.
     state["scaler"] = scaler
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
-    # amp: the checkpoint may be of a recipe without a scaler.
+    # amp: the checkpoint may be from a recipe without a scaler.
     run = Run(args, world, state, sums, rates, train, optional=["scaler"])
     world.say(*jpegs.origin(train.dataset, val.dataset))
     if args.evaluate:
@@ -263,25 +263,25 @@ def main():
         return
 
     def step(images, labels):
-        # amp: forward and loss only.
+        # amp: around forward and loss only, not backward.
         with autocast(args, world.device):
             logits = model(jpegs.normalise(images))
             loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
-        # amp: else small fp16 gradients become 0.
+        # amp: else small fp16 gradients underflow to 0.
         scaler.scale(loss / args.accumulate).backward()
         add_to(sums, loss.detach(), logits, labels)
         if run.ends_step:
             take_step(optimizer, scaler)
             optimizer.zero_grad()
 
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             result = evaluate(model, val, run)
             run.record(result, best=result["accuracy"])

@@ -38,16 +38,16 @@ def add_flags(parser):
         "-j",
         "--workers",
         type=flags.non_negative_int,
-        help="loader workers of a process; if not given, one per core that it has",
+        help="loader workers per process; by default one per core that it has",
     )
 
 
 def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str):
     """ImageNet, or your own images in the same layout: uint8 [3, size, size] and a label.
 
-    They are in folders, or in archives (archives.find). Returns a Dataset for training and one for
-    validation, whose `classes` are the names of the classes. With `synthetic`, 256 generated images
-    are repeated to that length, to measure the model alone. Raises InputError for another layout.
+    Reads folders, or archives (archives.find). Returns a Dataset for training and one for
+    validation, whose `classes` are the class names. With `synthetic`, it repeats 256 generated
+    images to that length, to measure the model alone. Raises InputError for another layout.
     Source: O. Russakovsky et al., 2015.
     """
     if synthetic:
@@ -59,15 +59,15 @@ def load(folder: str, synthetic: int | None, seed: int, size: int, decoder: str)
 
 
 def find_files(folder):
-    """The image files of training and validation, in folders if there are any, or in archives.
+    """The training and validation images, from folders if there are any, else from archives.
 
-    Raises InputError, and names the path.
+    Raises InputError, which names the path.
     """
     try:
         if Path(folder, "train").is_dir() or Path(folder, "val").is_dir():
             return folders.find(folder)
         found = archives.find(folder)
-    # It may not be entered.
+    # The folder may not be accessible.
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from error
     if found is None:
@@ -80,19 +80,19 @@ def find_files(folder):
 
 
 def metadata(train_set) -> Metadata:
-    """What the inputs and outputs of a model that is trained on this mean."""
+    """The class names and normalisation, to save with a model trained on this."""
     return Metadata(classes=train_set.classes, mean=normalise.mean, std=normalise.std)
 
 
 def origin(train_set, val_set) -> list[str]:
-    """Lines that say where the images are, and which files there are left out."""
+    """Lines for the log: where the images are, and which files there are ignored."""
     if isinstance(train_set, Repeated):
         return [f"{len(train_set):,} generated images, of which {len(train_set.images)} differ"]
     return folders.origin(train_set.files, val_set.files)
 
 
 def loader(dataset, sampler, batch_size: int, workers: int, device: torch.device):
-    """The batches of a dataset that `load` returned; in training each epoch crops anew."""
+    """A loader for a dataset from load(); in training each epoch draws new crops."""
     if isinstance(dataset, Repeated):
         return RepeatedLoader(dataset.images, sampler, batch_size, device)
     if isinstance(sampler, EpochSampler):
@@ -104,7 +104,7 @@ class Repeated(Dataset):
     """The images of a TensorDataset, repeated to `length`."""
 
     def __init__(self, images, length):
-        # Of which ten occur.
+        # Only ten of them occur.
         self.classes = [str(number) for number in range(1000)]
         self.images = images
         self.length = length
@@ -144,7 +144,7 @@ class Images(Dataset):
         return len(self.files)
 
     def prefetch(self, indices):
-        """Begin to read the images of a batch."""
+        """Start reading the images of a batch ahead of time."""
         self.files.prefetch(indices)
 
     def __getitems__(self, indices):
@@ -153,7 +153,7 @@ class Images(Dataset):
         return [self[index] for index in indices]
 
     def decode(self, index, crop, box_of):
-        """`crop` of an image file, and its label; raises InputError, and names the file."""
+        """`crop` of an image file, and its label; raises InputError, which names the file."""
         image = decoded(self.files, index, functools.partial(crop, box_of=box_of))
         return image, int(self.files.labels[index])
 
@@ -242,7 +242,7 @@ def nvimgcodec():
 
     def crop(content, box_of):
         if not content.startswith(b"\xff\xd8") or b"\xff\xd9" not in content[-64:]:
-            # It also reads PNG (ImageNet has one), and notices a truncated file.
+            # Pillow also reads PNG (ImageNet has one), and notices a truncated file.
             return pillow(content, box_of)
         try:
             stream = codec.CodeStream(content)
@@ -250,7 +250,7 @@ def nvimgcodec():
             region = codec.Region(top, left, top + height, left + width)
             pixels = decoder().decode(stream.get_sub_code_stream(region=region), params=params)
             return torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)
-        # decode() returns None for what it cannot decode.
+        # TypeError: decode() returns None if it fails.
         except (RuntimeError, TypeError) as error:
             raise BadImage("cannot be decoded: fetch it again, or leave it out") from error
 

@@ -12,11 +12,9 @@ from images import models
 
 SMALL = {"convnet": models.ConvNet, "lenet": models.LeNet}
 
-# These diverge at a rate of 0.1; torchvision's own recipes train them with 0.01, or with another
-# optimizer.
+# These diverge at a learning rate of 0.1; torchvision's own recipes use 0.01, or another optimizer.
 SMALL_RATE = ("alexnet", "convnext", "maxvit", "squeezenet", "swin", "vgg", "vit")
-# The rates are for a batch of 256. ConvNet and LeNet are for trying things out, with images of any
-# size.
+# Learning rates for a batch of 256. ConvNet and LeNet are for trying things out, at any image size.
 LRS = {
     "resnet50": 0.1,
     "convnet": 0.02,
@@ -29,7 +27,7 @@ LRS = {
 
 
 def known(name):
-    """An argparse type: a name in LRS; for a wrong one it suggests the nearest."""
+    """An argparse type: a name in LRS; the error for a wrong one suggests the nearest."""
     if name not in LRS:
         near = difflib.get_close_matches(name, LRS) or ["resnet50"]
         raise argparse.ArgumentTypeError(f"there is no {name}; did you mean {' or '.join(near)}?")
@@ -37,19 +35,24 @@ def known(name):
 
 
 def add_flags(parser):
-    """Add the flags of the network and its training that only ImageNet has."""
+    """Add the flags for networks and training that only the ImageNet recipes have."""
     add = parser.add_argument
     add("-a", "--model", "--arch", type=known, default="resnet50", help="one of torchvision")
-    add("--label-smoothing", type=flags.fraction, default=0.1, help="share of the other classes")
+    add(
+        "--label-smoothing",
+        type=flags.fraction,
+        default=0.1,
+        help="share of the label for the other classes",
+    )
     add = parser.add_run_group()
     add("--accumulate", type=flags.positive_int, default=1, help="batches per step")
     add("--evaluate", action="store_true", help="only evaluate the weights of --resume")
-    # Recipes on several devices have a flag for it.
+    # Only recipes for several devices have this flag.
     parser.set_defaults(sync_bn=False)
 
 
 def check(args, device):
-    """Raise InputError if the flags of ImageNet do not fit each other or the device."""
+    """Raise InputError if these flags conflict with each other or with the device."""
     if args.evaluate and not (args.resume or args.init_from):
         raise InputError(
             "--evaluate needs weights: --resume FILE, --resume auto with the --log-dir of a run, "
@@ -67,7 +70,7 @@ def build(name, size, classes):
 
 
 def _torchvision_model(name, size, classes):
-    """Build it, and try it on an image of that size: some need 75 pixels, or a multiple of 16."""
+    """Build it, and try it on one image: some need 75 pixels, or a multiple of 16."""
     options = {
         "googlenet": {"aux_logits": False, "init_weights": True},  # one output, also in training
         "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -101,7 +104,7 @@ def decay_groups(model, weight_decay):
 
 
 def replace_batch_norm(model, kind):
-    """Replace each BatchNorm layer of `model`, in place, by one of class `kind`, alike."""
+    """Replace each BatchNorm layer of `model`, in place, by one of class `kind` with its state."""
     for name, part in model.named_children():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             layer = kind(

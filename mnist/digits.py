@@ -10,7 +10,7 @@ from common.ranks import World
 from images import data, models
 from images.download import download
 
-# With their MD5s.
+# The files of MNIST, with their MD5s.
 FILES = {
     "MNIST/raw/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "MNIST/raw/train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -26,7 +26,7 @@ METADATA = Metadata(
 
 
 def add_flags(parser):
-    """Add the flags of the data set and of its models."""
+    """Add the flags for the data set and its models."""
     add = parser.add_argument
     add("-a", "--model", "--arch", choices=MODELS, default="convnet", help="the network")
     data.add_flags(parser, "folder of MNIST, which is downloaded if missing")
@@ -37,13 +37,13 @@ def load(
 ) -> tuple[TensorDataset, TensorDataset]:
     """MNIST: 60,000 training and 10,000 validation images, uint8 [1, 28, 28], with labels 0..9.
 
-    It is downloaded if `folder` lacks it. With `synthetic`, so many generated images.
-    `world` says which files are not those of MNIST: one's own images may be in their place.
-    Raises InputError if files are damaged, or missing. Source: LeCun, Cortes, Burges.
+    Downloads it if `folder` lacks it. With `synthetic`, generates so many images. If files differ
+    from MNIST's, such as your own images in their place, `world` prints their names.
+    Raises InputError if files are damaged or missing. Source: LeCun, Cortes, Burges.
     """
     if synthetic:
         return data.generate(synthetic, channels=1, size=28, seed=seed)
-    # Imported here, as generated images do not need it.
+    # Imported only here, as --synthetic does not need it.
     from torchvision.datasets import MNIST
 
     def read(train):
@@ -60,5 +60,5 @@ def load(
 
 
 def build(name: str):
-    """The model that --model names."""
+    """Build the model for --model."""
     return MODELS[name](channels=1, size=28)

@@ -141,7 +141,7 @@ MUTANTS = [
         "fsdp without averaging",
         "mnist/fsdp.py",
         {
-            "    # fsdp: foreach, as fused SGD takes no shards.\n": (
+            "    # fsdp: foreach, as fused SGD does not support shards.\n": (
                 "    model.set_requires_gradient_sync(False)\n"
             )
         },
