@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
 
-# amp: --help works without it, and parse_args() says how to get it. PyPI's apex is another package.
+# amp: --help works without Apex; parse_args() says how to get it. PyPI's apex is another package.
 try:
     from apex import amp
 except ImportError:
@@ -36,7 +36,7 @@ def parse_args():
     parser.add_argument("-n", "--nodes", type=int, default=1, help="machines")
     parser.add_argument("-g", "--gpus", type=int, default=1, help="processes on each machine")
     parser.add_argument("-nr", "--nr", type=int, default=0, help="this machine, from 0")
-    # amp: tags after 25.05 have no amp.
+    # amp: Apex after 25.05 has no amp.
     args = parser.parse_args()
     if amp is None:
         parser.exit(2, "apex_amp.py: Apex with amp is not installed: see docs/install.md\n")
@@ -65,14 +65,14 @@ def evaluate(model, loader, device):
     for images, labels in loader:
         logits = model(images.to(device))
         correct += (logits.argmax(1) == labels.to(device)).sum()
-    # dist: each rank counted in its share only: sum over all, then divide once.
+    # dist: each rank counted only its share: sum over all, then divide once.
     dist.all_reduce(correct)
     return correct.item() / len(loader.dataset)
 
 
 def main(local_rank, args):
     device = torch.device(args.device)
-    # dist: its own GPU, before the group is made; else all processes use GPU 0.
+    # dist: one GPU per process, before init_process_group; else all use GPU 0.
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -82,8 +82,8 @@ def main(local_rank, args):
     # dist: connects the processes: NCCL for GPUs, Gloo for CPUs.
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device.index)
-    # dist: one machine after the other downloads, unless they share the folder and the first one
-    # has; else several processes write the same files.
+    # dist: one machine after the other downloads, or finds the files in a shared folder; else
+    # several processes write the same files.
     for turn in range(world_size):
         if turn == rank and local_rank == 0:
             MNIST(args.data_dir, download=True)
@@ -108,8 +108,8 @@ def main(local_rank, args):
     if rank == 0:
         print(f"{world_size} processes on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
-        # A new order in each epoch, and the same orders in each run.
-        # dist: the same on all ranks. Without it, each epoch has the order of the first.
+        # A new order in each epoch, the same in each run.
+        # dist: the same on all ranks, too. Without it, each epoch repeats the order of the first.
         sampler.set_epoch(epoch)
         model.train()
         for step, (images, labels) in enumerate(train_loader, 1):
@@ -117,7 +117,7 @@ def main(local_rank, args):
             logits = ddp_model(images.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
             optimizer.zero_grad()
-            # amp: else small fp16 gradients become 0. A step whose gradients overflow is skipped.
+            # amp: else small fp16 gradients underflow to 0. Steps that overflow are skipped.
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
@@ -131,10 +131,10 @@ def main(local_rank, args):
             torch.save(model.state_dict(), "mnist.pt")
 
 
-# dist: mp.spawn calls it in each process, with the number of the process on this machine.
+# dist: mp.spawn calls this in each process, with the number of the process on this machine.
 def run(local_rank, args):
     main(local_rank, args)
-    # dist: closes the connections, once main() has let go of the wrapper; NCCL warns without it.
+    # dist: closes the connections, once main() has freed the wrapper; NCCL warns without it.
     dist.destroy_process_group()
 
 

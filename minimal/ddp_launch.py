@@ -49,7 +49,7 @@ def evaluate(model, loader, device):
     for images, labels in loader:
         logits = model(images.to(device))
         correct += (logits.argmax(1) == labels.to(device)).sum()
-    # dist: each rank counted in its share only: sum over all, then divide once.
+    # dist: each rank counted only its share: sum over all, then divide once.
     dist.all_reduce(correct)
     return correct.item() / len(loader.dataset)
 
@@ -59,7 +59,7 @@ def main():
     device = torch.device(args.device)
     # dist: torchrun numbers the processes of each machine.
     local_rank = int(os.environ["LOCAL_RANK"])
-    # dist: its own GPU, before the group is made; else all processes use GPU 0.
+    # dist: one GPU per process, before init_process_group; else all use GPU 0.
     if device.type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -68,8 +68,8 @@ def main():
     # dist: over all machines.
     rank = dist.get_rank()
     world_size = dist.get_world_size()
-    # dist: one machine after the other downloads, unless they share the folder and the first one
-    # has; else several processes write the same files.
+    # dist: one machine after the other downloads, or finds the files in a shared folder; else
+    # several processes write the same files.
     for turn in range(world_size):
         if turn == rank and local_rank == 0:
             MNIST(args.data_dir, download=True)
@@ -92,8 +92,8 @@ def main():
     if rank == 0:
         print(f"{world_size} processes on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
-        # A new order in each epoch, and the same orders in each run.
-        # dist: the same on all ranks. Without it, each epoch has the order of the first.
+        # A new order in each epoch, the same in each run.
+        # dist: the same on all ranks, too. Without it, each epoch repeats the order of the first.
         sampler.set_epoch(epoch)
         model.train()
         for step, (images, labels) in enumerate(train_loader, 1):
@@ -115,5 +115,5 @@ def main():
 
 if __name__ == "__main__":
     main()
-    # dist: closes the connections, once main() has let go of the wrapper; NCCL warns without it.
+    # dist: closes the connections, once main() has freed the wrapper; NCCL warns without it.
     dist.destroy_process_group()

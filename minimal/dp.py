@@ -61,11 +61,11 @@ def main():
     dp_model = nn.DataParallel(model) if device.type == "cuda" else model
     print(f"1 process on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
-        # A new order in each epoch, and the same orders in each run.
+        # A new order in each epoch, the same in each run.
         sampler.generator.manual_seed(epoch)
         model.train()
         for step, (images, labels) in enumerate(train_loader, 1):
-            # dist: through the wrapper; else the first GPU computes alone.
+            # dist: through the wrapper; else only the first GPU computes.
             logits = dp_model(images.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
             optimizer.zero_grad()

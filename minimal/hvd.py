@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
 
-# dist: --help works without it, and parse_args() says how to get it.
+# dist: --help works without Horovod; parse_args() says how to get it.
 try:
     import horovod.torch as hvd
 except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def evaluate(model, loader, device):
     for images, labels in loader:
         logits = model(images.to(device))
         correct += (logits.argmax(1) == labels.to(device)).sum()
-    # dist: each rank counted in its share only: sum over all, then divide once.
+    # dist: each rank counted only its share: sum over all, then divide once.
     hvd.allreduce_(correct, op=hvd.Sum)
     return correct.item() / len(loader.dataset)
 
@@ -66,15 +66,15 @@ def main():
     device = torch.device(args.device)
     # dist: connects the processes.
     hvd.init()
-    # dist: its own GPU; else all processes use GPU 0.
+    # dist: one GPU per process; else all use GPU 0.
     if device.type == "cuda":
         device = torch.device("cuda", hvd.local_rank())
         torch.cuda.set_device(device)
     # dist: over all machines.
     rank = hvd.rank()
     world_size = hvd.size()
-    # dist: one machine after the other downloads, unless they share the folder and the first one
-    # has; else several processes write the same files.
+    # dist: one machine after the other downloads, or finds the files in a shared folder; else
+    # several processes write the same files.
     for turn in range(world_size):
         if turn == rank and hvd.local_rank() == 0:
             MNIST(args.data_dir, download=True)
@@ -91,7 +91,7 @@ def main():
     model = convnet().to(device)
     # dist: the global batch is world_size times larger, and so is the rate.
     optimizer = torch.optim.SGD(model.parameters(), args.lr * world_size, momentum=0.9)
-    # dist: all begin with rank 0's weights. broadcast_optimizer_state would take a step.
+    # dist: all start with rank 0's weights. broadcast_optimizer_state would take a step.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # dist: averages gradients in backward, and waits for them in step.
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Average)
@@ -99,8 +99,8 @@ def main():
     if rank == 0:
         print(f"{world_size} processes on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
-        # A new order in each epoch, and the same orders in each run.
-        # dist: the same on all ranks. Without it, each epoch has the order of the first.
+        # A new order in each epoch, the same in each run.
+        # dist: the same on all ranks, too. Without it, each epoch repeats the order of the first.
         sampler.set_epoch(epoch)
         model.train()
         for step, (images, labels) in enumerate(train_loader, 1):

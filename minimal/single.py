@@ -59,7 +59,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     print(f"1 process on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
-        # A new order in each epoch, and the same orders in each run.
+        # A new order in each epoch, the same in each run.
         sampler.generator.manual_seed(epoch)
         model.train()
         for step, (images, labels) in enumerate(train_loader, 1):
