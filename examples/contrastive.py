@@ -4,20 +4,20 @@
     torchrun --nproc-per-node=2 examples/contrastive.py --data-dir photos --image-size 96
     python scripts/prove.py torchrun --nproc-per-node=2 examples/contrastive.py --device cpu
 
-Read it beside mnist/ddp_launch.py. Training sees no labels. The k nearest neighbours in the
-validation set show how well the features tell its classes apart.
+Read it beside mnist/ddp_launch.py. Training uses no labels. The accuracy of k nearest
+neighbours in the validation set shows how well the features separate its classes.
 """
 
 import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this folder, whatever else has these names.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -41,7 +41,7 @@ from common.weights import init_from
 from images import folders
 from images.data import Normalise, generate
 
-# The neighbours that vote for a class.
+# How many neighbours vote for a class.
 NEIGHBOURS = 20
 normalise = Normalise(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
@@ -105,7 +105,7 @@ def load(args):
     else:
         train_images, val_images = generate(args.synthetic, channels=3, size=size, seed=args.seed)
         classes = [str(number) for number in range(10)]
-    # For photos add v2.ColorJitter and v2.RandomGrayscale: else their colours tell them apart.
+    # For photos add v2.ColorJitter and v2.RandomGrayscale: else colours alone tell them apart.
     crop = [v2.ToImage(), v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip()]
     whole = [v2.ToImage(), v2.Resize(size), v2.CenterCrop(size)]
     train_set = Views(train_images, v2.Compose([*crop, v2.ToPureTensor()]), 2, classes)
@@ -116,8 +116,8 @@ def load(args):
 class Network(nn.Module):
     """Images [batch, 3, height, width] to embeddings [batch, 64] of length 1.
 
-    What it has learned are its `features`; the layers behind them are for the loss alone. It has
-    GroupNorm: unlike BatchNorm, it computes the same on any number of processes.
+    Keep its `features`; the layers behind them are only for the loss. GroupNorm, unlike BatchNorm,
+    computes the same on any number of processes.
     """
 
     def __init__(self, width):
@@ -151,10 +151,10 @@ def block(inputs, outputs):
 def gather(embeddings, world):
     """The embeddings [2, batch, d] of all ranks: [2, world.size * batch, d].
 
-    Gradients flow into those of this rank alone.
+    Gradients flow only into this rank's own.
     """
     parts = [torch.empty_like(embeddings) for _ in range(world.size)]
-    # dist: copies of what the other ranks have computed, without their graphs.
+    # dist: the embeddings of the other ranks, as copies without gradients.
     dist.all_gather(parts, embeddings.detach())
     parts[world.rank] = embeddings
     return torch.cat(parts, dim=1)
@@ -163,25 +163,25 @@ def gather(embeddings, world):
 def nt_xent(embeddings, temperature):
     """The mean NT-Xent loss (nats) of two views of each image, [2, images, d], of length 1.
 
-    To which of all other views does a view belong? (Chen et al. 2020, arXiv:2002.05709)
+    It classifies which other view is of the same image (Chen et al. 2020, arXiv:2002.05709).
     """
     views = embeddings.flatten(0, 1)
     logits = views @ views.T / temperature
-    # Not to itself.
+    # No sample is compared with itself.
     logits.fill_diagonal_(-torch.inf)
     places = torch.arange(len(views), device=views.device)
     return F.cross_entropy(logits, places.roll(len(views) // 2))
 
 
 def knn_accuracy(features, labels):
-    """The share of samples whose nearest others, by cosine, mostly have their label.
+    """The share of samples whose nearest neighbours, by cosine, mostly have the same label.
 
     Features [samples, d], labels [samples]. It compares all pairs at once: 10,000 samples take
     400 MB.
     """
     features = F.normalize(features)
     similarity = features @ features.T
-    # Its own neighbours are other samples.
+    # No sample is its own neighbour.
     similarity.fill_diagonal_(-torch.inf)
     nearest = similarity.topk(NEIGHBOURS).indices
     votes = labels[nearest].mode(dim=1).values
@@ -191,18 +191,18 @@ def knn_accuracy(features, labels):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    # dist: each rank needs one.
+    # dist: each rank needs at least one.
     enough = max(NEIGHBOURS + 1, world.size)
     if len(val_set) < enough:
         raise InputError(f"{len(val_set)} images are too few for validation: give {enough}")
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
     # dist: each image once; torch's DistributedSampler repeats some, which count twice.
     val_sampler = range(world.rank, len(val_set), world.size)
     options = {"workers": args.workers, "pin_memory": world.device.type != "cpu"}
-    # Each epoch augments anew, as a function of seed, epoch and index.
+    # New augmentation in each epoch, which depends only on seed, epoch and index.
     seeded = Seeded(train_set, train_sampler)
     train_loader = data_loader(seeded, train_sampler, batch_size, **options)
     val_loader = data_loader(val_set, val_sampler, args.test_batch_size, **options)
@@ -227,7 +227,7 @@ def evaluate(model, val, run):
     for (images,), own_labels in run.batches(val.loader):
         features.append(model.features(normalise(images)))
         labels.append(own_labels)
-    # dist: those of all ranks: a sample's neighbours may be on any of them.
+    # dist: over all ranks: a sample's neighbours may be on any of them.
     count = len(val.dataset)
     features = in_order(torch.cat(features), val.sampler, count, dist.all_reduce)
     labels = in_order(torch.cat(labels), val.sampler, count, dist.all_reduce)
@@ -235,18 +235,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -254,23 +254,23 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset.images, val.dataset.images)
     torch.manual_seed(args.seed)
     metadata = Metadata(classes=train.dataset.classes, mean=normalise.mean, std=normalise.std)
     model = Network(args.width).to(world.device)
     init_from(args, model, metadata, world)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr, weight_decay=args.weight_decay, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -285,27 +285,27 @@ def main():
 
     def step(first, second):
         optimizer.zero_grad()
-        # One call for both views.
+        # One forward for both views.
         # dist: through the wrapper; else no gradient is averaged.
         embeddings = ddp_model(normalise(torch.cat((first, second)))).unflatten(0, (2, -1))
-        # dist: an image is told apart from those of all ranks; else from fewer ones.
+        # dist: contrast an image with those of all ranks; else there are fewer negatives.
         loss = nt_xent(gather(embeddings, world), args.temperature)
         # dist: all ranks compute the same loss, and each the gradient of its own embeddings. The
-        # whole gradient is the sum of these, and the wrapper takes their average.
+        # full gradient is their sum, but the wrapper takes their average.
         (loss * world.size).backward()
         optimizer.step()
         sums.add(loss=loss.detach() * len(first), images=len(first))
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for (first, second), _ in run.steps(train):
             step(first, second)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)

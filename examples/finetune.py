@@ -5,20 +5,20 @@
     torchrun --nproc-per-node=2 examples/finetune.py --init-from resnet18.pth --init-partial
     python scripts/prove.py torchrun --nproc-per-node=2 examples/finetune.py --device cpu
 
-Read it beside mnist/ddp_launch.py. --init-partial leaves out the weights of the last layer, which
-has other classes. Without --init-from all weights are random, and without --data-dir the images.
+Read it beside mnist/ddp_launch.py. --init-partial skips the weights of the last layer, whose
+classes differ. Without --init-from the weights are random, and without --data-dir the images.
 """
 
 import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this folder, whatever else has these names.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import torch
@@ -107,15 +107,15 @@ def load(args):
 
 
 def freeze(model):
-    """Let the first layers keep their weights; they get no gradient, and no optimizer step."""
+    """Freeze the first layers: they get no gradients and no optimizer steps."""
     for part in (model.conv1, model.bn1, model.layer1, model.layer2):
         part.requires_grad_(False)
 
 
 def train_mode(model):
-    """model.train(), but BatchNorm keeps its statistics: batches of fine-tuning are few and small.
+    """model.train(), but BatchNorm keeps its statistics: fine-tuning has few and small batches.
 
-    A frozen BatchNorm is not frozen without it, as its statistics are no weights.
+    Freezing weights does not freeze these statistics.
     """
     model.train()
     for module in model.modules():
@@ -126,14 +126,14 @@ def train_mode(model):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
     # dist: each image once; torch's DistributedSampler repeats some, which count twice.
     val_sampler = range(world.rank, len(val_set), world.size)
     options = {"workers": args.workers, "pin_memory": world.device.type != "cpu"}
-    # Each epoch augments anew, as a function of seed, epoch and index.
+    # New augmentation in each epoch, which depends only on seed, epoch and index.
     seeded = Seeded(train_set, train_sampler)
     train_loader = data_loader(seeded, train_sampler, batch_size, **options)
     val_loader = data_loader(val_set, val_sampler, args.test_batch_size, **options)
@@ -142,7 +142,7 @@ def load_data(args, world):
 
 
 def averages(loss, correct, images):
-    """The mean loss (nats) and the accuracy, of the sums over all images."""
+    """The mean loss (nats) and the accuracy, from the sums over all images."""
     return {"loss": loss / images, "accuracy": correct / images}
 
 
@@ -164,18 +164,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -183,18 +183,18 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset.images, val.dataset.images)
     torch.manual_seed(args.seed)
     metadata = Metadata(classes=train.dataset.classes, mean=normalise.mean, std=normalise.std)
     model = resnet18(num_classes=len(metadata["classes"])).to(world.device)
     init_from(args, model, metadata, world)
-    # dist: before the wrapper, which would wait for the gradients of frozen weights.
+    # dist: freeze before wrapping: DDP would wait for the gradients of frozen weights.
     freeze(model)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
-    # dist: it grows by the same factor.
+    # dist: this rate grows by the same factor.
     head_lr = args.head_lr * (lr / args.lr)
     head = list(model.fc.parameters())
     body = [
@@ -206,11 +206,11 @@ def main():
     optimizer = torch.optim.SGD(
         groups, lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -235,14 +235,14 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         train_mode(model)
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for images, labels in run.steps(train):
             step(images, labels)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)

@@ -12,11 +12,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ from beside this file or its folder, and not from elsewhere.
+# Import common/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 import_module("common")
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import numpy as np
@@ -37,14 +37,14 @@ from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
-# Numbers of noise that become a point.
+# Dimensions of the noise that the generator turns into a point.
 NOISE = 8
 
 
 def parse_args():
     parser = flags.Parser(__doc__, task="gan")
     add = parser.add_argument
-    add("--points", metavar="FILE", help="train on a .npy, a point in each row")
+    add("--points", metavar="FILE", help="train on a .npy, one point per row")
     add(
         "--synthetic",
         type=flags.positive_int,
@@ -69,14 +69,14 @@ def read_points(path):
     """The numbers in the file `path`, float64 [points, columns]; raises InputError."""
     try:
         points = read_array(path)
-        # Also integers, but no text, and no complex numbers.
+        # Integers are fine; text and complex numbers are not.
         points = points.astype(np.float64, casting="same_kind")
         if points.ndim != 2:
             raise ValueError(f"its shape is {points.shape}")
         wrong = np.count_nonzero(~np.isfinite(points))
         if wrong:
             raise ValueError(f"{wrong} numbers are not finite")
-    # A file of others can raise anything.
+    # An untrusted file can raise any exception.
     except Exception as error:
         raise InputError(
             f"--points {path}: {in_one_line(error)}: give finite numbers, in a .npy "
@@ -101,19 +101,19 @@ def load(args):
     """
     points = read_points(args.points) if args.points else generate(args.synthetic, args.seed)
     val_count = len(points) // 5
-    # dist: the same on each rank, or they train on each other's validation points.
+    # dist: the same split on each rank, or they train on each other's validation points.
     random = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(len(points), generator=random)
     points = torch.from_numpy(points)[order]
     mean = points[val_count:].mean(dim=0)
     std = points[val_count:].std(dim=0, correction=0)
-    # A constant column stays as it is.
+    # A constant column is not scaled.
     std[std == 0] = 1
     points = ((points - mean) / std).to(torch.get_default_dtype())
     train_set = TensorDataset(points[val_count:])
-    # A generated point times std plus mean is one as in the file.
+    # A generated point times std plus mean is in the units of the file.
     train_set.metadata = Metadata(mean=mean.tolist(), std=std.tolist())
-    # dist: each evaluation has the same noise, whichever rank gets it.
+    # dist: each evaluation uses the same noise, on any number of ranks.
     noise = torch.randn(val_count, NOISE, generator=random)
     return train_set, TensorDataset(points[:val_count], noise)
 
@@ -121,7 +121,7 @@ def load(args):
 class Generator(nn.Sequential):
     """Noise [batch, NOISE] to points [batch, columns], standardised.
 
-    It has no BatchNorm, so N processes compute what one does.
+    It has no BatchNorm, so that N processes compute the same as one.
     """
 
     def __init__(self, columns, width):
@@ -149,13 +149,14 @@ class Discriminator(nn.Sequential):
 
 
 def draw_noise(run, sampler):
-    """This rank's share [batch, NOISE] of the noise of a step, a function of seed and position."""
+    """This rank's share [batch, NOISE] of a step's noise, from the seed and the position only."""
     position = run.position
     random = torch.Generator()
     random.manual_seed(seed_of(sampler.seed, position.epoch, position.samples))
-    # dist: all ranks draw the noise of the whole global batch, however many they are.
+    # dist: every rank draws the noise of the whole global batch, so it does not depend on their
+    # number.
     noise = torch.randn(sampler.global_batch, NOISE, generator=random)
-    # dist: the samples of this rank are every world_size-th of the global batch, too.
+    # dist: then it takes every world_size-th row, as the sampler does with the samples.
     return to_device(noise[sampler.rank :: sampler.world_size], run.world.device)
 
 
@@ -164,7 +165,7 @@ def distance_of(real, generated):
     random = torch.Generator().manual_seed(0)
     directions = torch.randn(real.shape[1], 64, generator=random).to(real.device)
     directions = F.normalize(directions, dim=0)
-    # On a line the shortest ways lead from the smallest to the smallest, and so on.
+    # In one dimension the optimal transport maps the smallest to the smallest, and so on.
     real = (real @ directions).sort(dim=0).values
     generated = (generated @ directions).sort(dim=0).values
     return (real - generated).abs().mean().item()
@@ -173,10 +174,10 @@ def distance_of(real, generated):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    # dist: each rank needs one.
+    # dist: each rank needs at least one.
     if len(val_set) < world.size:
         raise InputError(f"a fifth of the points is for validation: give {5 * world.size} or more")
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
@@ -204,38 +205,38 @@ def evaluate(model, val, run):
     generated = []
     for _, noise in run.batches(val.loader):
         generated.append(model(noise))
-    # dist: those of all ranks: the distance of two sets is no sum over their points.
+    # dist: over all ranks: the distance of two sets is not a sum over their points.
     generated = in_order(torch.cat(generated), val.sampler, len(real), dist.all_reduce)
     return {"distance": distance_of(real.to(run.world.device), generated)}
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
 def build(args, model, world):
-    """Return the wrapper of `model`, and its optimizer."""
+    """Wrap `model`, and return the wrapper and an optimizer."""
     devices.adapt(model, args)  # --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.Adam(model.parameters(), lr, betas=(0.5, 0.999), fused=True)
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     return ddp_model, optimizer
 
@@ -244,7 +245,7 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = train.dataset.metadata
@@ -274,17 +275,17 @@ def main():
         generated = ddp_generator(noise)
 
         discriminator_optimizer.zero_grad()
-        # dist: one call for both kinds of points, as the wrapper expects a backward per call.
+        # dist: one forward for both kinds of points, as DDP expects a backward per forward.
         logits = ddp_discriminator(torch.cat((real, generated.detach())))
         of_real, of_generated = logits.chunk(2)
-        # Both cross-entropies: that of real points, and that of generated ones.
+        # The cross-entropy for real points plus that for generated ones.
         loss = F.softplus(-of_real).mean() + F.softplus(of_generated).mean()
         loss.backward()
         discriminator_optimizer.step()
 
         optimizer.zero_grad()
         # dist: without the wrapper, which would average gradients that nobody uses: the
-        # discriminator's next zero_grad() removes them.
+        # discriminator's next zero_grad() clears them.
         generator_loss = F.softplus(-discriminator(generated)).mean()
         generator_loss.backward()
         optimizer.step()
@@ -295,21 +296,21 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer, discriminator_optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         generator.train()
         discriminator.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for (real,) in run.steps(train):
-            # Not in the step: a CUDA graph repeats nothing that the CPU does.
+            # Not in the step: a CUDA graph replays GPU work only.
             noise = draw_noise(run, train.sampler)
             step(real, noise)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(generator, val, run)
-            # The lowest one is the best.
+            # Lower is better.
             run.record(result, best=-result["distance"])
 
 

@@ -13,11 +13,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ from beside this file or its folder, and not from elsewhere.
+# Import common/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 import_module("common")
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import numpy as np
@@ -60,7 +60,7 @@ def parse_args():
         help="channels of the transformer, 16 to each head",
     )
     add("--dropout", type=flags.fraction, default=0.1, help="dropout of the transformer")
-    add("--clip", type=flags.positive_float, default=1, help="largest norm of the gradient")
+    add("--clip", type=flags.positive_float, default=1, help="clip the gradient to this norm")
     flags.add_training_flags(
         parser,
         epochs=1,
@@ -77,7 +77,7 @@ def parse_args():
 
 
 def generate(lines, seed):
-    """Sums as text, such as 17+5=22."""
+    """Generate text: sums such as 17+5=22."""
     a, b = np.random.default_rng(seed).integers(0, 100, size=(2, lines)).tolist()
     return "".join(f"{x}+{y}={x + y}\n" for x, y in zip(a, b, strict=True)).encode()
 
@@ -85,7 +85,7 @@ def generate(lines, seed):
 def load(args):
     """Return a dataset for training and one for validation: windows of int64 [context + 1].
 
-    A window is an input of `context` tokens and, shifted by one, their successors. Each token is
+    A window has `context` input tokens and, shifted by one, the tokens to predict. Each token is
     predicted once per epoch. Raises InputError.
     """
     try:
@@ -93,7 +93,7 @@ def load(args):
     except OSError as error:
         raise InputError(f"--text {args.text}: {error.strerror}") from error
     try:
-        # The file may end within a character.
+        # An incremental decoder, as the text may end within a character.
         codecs.getincrementaldecoder("utf-8")().decode(text)
     except UnicodeDecodeError as error:
         raise InputError(
@@ -109,7 +109,7 @@ def load(args):
 
 
 class Transformer(nn.Module):
-    """A decoder as GPT-2's: tokens [batch, time] to logits of their successors [..., 256]."""
+    """A decoder like GPT-2: tokens [batch, time] to logits of the next ones [..., 256]."""
 
     def __init__(self, context, layers, width, dropout):
         super().__init__()
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
     def forward(self, tokens):
         time = tokens.shape[1]
         x = self.token(tokens) + self.place(torch.arange(time, device=tokens.device))
-        # A token sees those before it.
+        # A token attends to those before it.
         hidden = torch.ones(time, time, dtype=torch.bool, device=tokens.device).triu(1)
         return self.logits(self.blocks(x, mask=hidden, is_causal=True))
 
@@ -138,7 +138,7 @@ def loss_of(model, windows):
     target = windows[:, 1:]
     logits = model(windows[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-    # In UTF-8 a character begins with a byte below 128 or above 191; its others lie between.
+    # In UTF-8 the first byte of a character is below 128 or above 191; the others lie between.
     characters = ((target < 128) | (target > 191)).sum()
     return loss, target.numel(), characters
 
@@ -146,7 +146,7 @@ def loss_of(model, windows):
 def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set, val_set = load(args)
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
@@ -159,9 +159,9 @@ def load_data(args, world):
 
 
 def averages(loss, tokens, characters):
-    """Nats per token, perplexity (of a token), and bits per character, of all ranks."""
+    """Nats per token, perplexity per token, and bits per character, from the sums of all ranks."""
     nats = loss / tokens
-    # A character has up to four bytes: few tokens may begin none.
+    # A character has up to four bytes, so a few tokens may contain no first byte.
     bits = loss / math.log(2) / max(1, characters)
     return {"loss": nats, "perplexity": math.exp(min(nats, 100)), "bits_per_char": bits}
 
@@ -182,18 +182,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -201,13 +201,13 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     model = Transformer(args.context, args.layers, args.width, args.dropout).to(world.device)
     init_from(args, model, METADATA, world)
     devices.adapt(model, args)  # --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
@@ -216,11 +216,11 @@ def main():
         {"params": vectors, "weight_decay": 0},
     ]
     optimizer = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -236,25 +236,25 @@ def main():
         # dist: through the wrapper; else no gradient is averaged.
         loss, tokens, characters = loss_of(ddp_model, windows)
         (loss / tokens).backward()
-        # dist: backward has averaged the gradients, so all ranks clip them alike.
+        # dist: the gradients are averaged by now, so all ranks clip them alike.
         nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         sums.add(loss=loss.detach(), tokens=tokens, characters=characters)
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for (windows,) in run.steps(train):
             step(windows)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)
-            # The lowest one is the best.
+            # Lower is better.
             run.record(result, best=-result["loss"])
 
 

@@ -12,11 +12,11 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-# Import common/ from beside this file or its folder, and not from elsewhere.
+# Import common/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 import_module("common")
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import numpy as np
@@ -36,7 +36,7 @@ from common.ranks import World, require_same
 from common.run import Run
 from common.weights import init_from
 
-# A column whose values differ by a smaller share is constant but for rounding.
+# A column whose relative spread is smaller is constant, up to rounding.
 ROUNDING = 1e-14
 
 
@@ -73,30 +73,30 @@ def read_table(path):
             names = []
         else:
             with warnings.catch_warnings():
-                # numpy warns if there are no rows.
+                # NumPy warns if there are no rows.
                 warnings.simplefilter("ignore")
-                # The names may be in any encoding.
+                # Latin-1 decodes any bytes: the names may be in any encoding.
                 table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2, encoding="latin-1")
             with open(path, encoding="utf-8-sig", errors="replace") as file:
                 names = file.readline().strip().split(",")
-        # Also integers, but no text, and no complex numbers.
+        # Integers are fine; text and complex numbers are not.
         table = table.astype(np.float64, casting="same_kind")
         if table.ndim != 2 or min(table.shape) < 2:
             raise ValueError(f"its shape is {table.shape}")
         wrong = np.argwhere(~np.isfinite(table))
         if len(wrong):
             row, column = wrong[0]
-            # As numpy counts them in its own errors.
+            # Counted as in NumPy's own errors.
             raise ValueError(f"{table[row, column]} at row {row}, column {column + 1}")
     except OSError as error:
         raise InputError(f"--table {path}: {error}") from error
-    # A file of others can raise anything.
+    # An untrusted file can raise any exception.
     except Exception as error:
         raise InputError(
             f"--table {path}: {in_one_line(error)}: give finite numbers, in a .csv with a line of "
             "names and commas between them, or in a .npy [rows, columns]"
         ) from error
-    # A name may have a comma in it, and a .npy has no names.
+    # A column name may contain a comma, and a .npy has no names.
     if len(names) != table.shape[1]:
         names = numbered(table)
     return names, table
@@ -108,7 +108,7 @@ def numbered(table):
 
 
 def generate(rows, seed):
-    """Ten features, of which five count, and a target (Friedman 1991, its first problem)."""
+    """Ten features, of which five matter, and a target (Friedman 1991, the first problem)."""
     random = np.random.default_rng(seed)
     x = random.random((rows, 10))
     target = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
@@ -126,10 +126,10 @@ def load(args):
     val_count = len(table) // 5
     if val_count == 0:
         raise InputError(f"{len(table)} rows are too few: a fifth of them is for validation")
-    # dist: the same on each rank, or they train on each other's validation rows.
+    # dist: the same split on each rank, or they train on each other's validation rows.
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(args.seed))
     val_rows, train_rows = np.split(table[order.numpy()], [val_count])
-    # numpy rounds less where the values lie side by side.
+    # NumPy's mean is more accurate over contiguous values.
     columns = np.ascontiguousarray(train_rows.T)
     mean = columns.mean(axis=1)
     std = columns.std(axis=1)
@@ -144,10 +144,10 @@ def load(args):
 
 
 def standardised(rows, metadata):
-    """Rows of a table with mean 0 and deviation 1 in each column, or 0 in a constant one.
+    """Scale each column to mean 0 and deviation 1; a constant one becomes 0.
 
-    They may lack the target, for predictions: a prediction times std[-1] plus mean[-1] is in the
-    target's unit. In float64, as large values have no digits left in float32.
+    Rows to predict may lack the target: a prediction times std[-1] plus mean[-1] is in its unit.
+    Computes in float64, as float32 lacks the precision for large values.
     """
     columns = rows.shape[1]
     mean = np.array(metadata["mean"][:columns])
@@ -188,7 +188,7 @@ def load_data(args, world):
     constant = ", ".join(name for name, std in pairs if std == 0)
     if constant:
         world.say(f"constant in the training rows, so of no effect: {constant}")
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
@@ -223,18 +223,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -242,7 +242,7 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     metadata = train.dataset.metadata
@@ -250,16 +250,16 @@ def main():
     model = Network(columns, args.width).to(world.device)
     init_from(args, model, metadata, world)
     devices.adapt(model, args)  # --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr, weight_decay=args.weight_decay, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     # step() adds to them; run.steps() logs them over all ranks, and run.record() resets them.
@@ -269,7 +269,7 @@ def main():
     state = {"model": model, "optimizer": optimizer, "metadata": metadata}
     # Locks the folder of the run, and loads the checkpoint of --resume into `state`.
     run = Run(args, world, state, sums, rates, train)
-    # The averages are in the unit of the target.
+    # Averages in the unit of the target.
     unit = metadata["std"][-1]
 
     def step(features, target):
@@ -284,18 +284,18 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for features, target in run.steps(train):
             step(features, target)
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)
-            # The lowest one is the best.
+            # Lower is better.
             run.record(result, best=-result["rmse"])
 
 

@@ -11,12 +11,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# common/ and images/ are those beside this folder, whatever else has these names.
+# Import common/ and images/ from this folder or the one above it, and from nowhere else.
 folder = Path(__file__).resolve().parent
 sys.path[1:1] = [str(folder), str(folder.parent)]
 for package in ("common", "images"):
     import_module(package)
-# Then forget the latter: a queue.py there would hide Python's own.
+# Then take the folder above off the path: a queue.py there would hide Python's own.
 del sys.path[2]
 
 import numpy as np
@@ -41,7 +41,7 @@ from images.data import Normalise
 
 NAMES = ["background", "disc", "square"]
 CLASSES = len(NAMES)
-# Pixels of this class count in no loss and no metric.
+# Pixels of this class are ignored in the loss and the metrics.
 IGNORED = 255
 # Most pixels are background.
 CLASS_WEIGHTS = (0.2, 1.0, 1.0)
@@ -92,7 +92,7 @@ class Shapes(Dataset):
             distance = np.hypot(dy, dx) if label == 1 else np.maximum(dy, dx)
             image[label, distance < radius] += 60
             mask[distance < radius] = label
-            # A pixel at the edge belongs to neither side for certain.
+            # Pixels at an edge are ambiguous.
             mask[abs(distance - radius) < 1] = IGNORED
         image = torch.from_numpy(image.clip(0, 255).astype(np.uint8))
         mask = torch.from_numpy(mask)
@@ -102,7 +102,7 @@ class Shapes(Dataset):
 
 
 def augment(image, mask):
-    """Mirror both or none, and shift both by the same; what comes in from outside is ignored."""
+    """Mirror and shift image and mask alike; pixels shifted in from outside are ignored."""
     if torch.rand(1).item() < 0.5:
         image = image.flip(-1)
         mask = mask.flip(-1)
@@ -119,7 +119,7 @@ def augment(image, mask):
 class Network(nn.Module):
     """Images [batch, 3, height, width] to logits [batch, classes, height, width].
 
-    It has GroupNorm: unlike BatchNorm, it computes the same on any number of processes.
+    GroupNorm, unlike BatchNorm, computes the same on any number of processes.
     """
 
     def __init__(self, width):
@@ -157,10 +157,10 @@ def weighted_loss(logits, mask, weights):
 
 
 def confusion_of(logits, mask):
-    """The pixels of each class (row) that are taken for each class (column): [C, C]."""
+    """Pixel counts [C, C] by true class (row) and predicted class (column)."""
     known = mask != IGNORED
     pair = mask.where(known, 0) * CLASSES + logits.argmax(1)
-    # torch.bincount and mask[known] would wait for the GPU. float32 cannot count above 2**24.
+    # Not torch.bincount or mask[known], which sync with the GPU. float32 cannot count above 2**24.
     counts = torch.zeros(CLASSES**2, dtype=torch.int64, device=mask.device)
     counts.index_add_(0, pair.flatten(), known.flatten().to(counts.dtype))
     return counts.view(CLASSES, CLASSES)
@@ -170,14 +170,14 @@ def load_data(args, world):
     """Return a DataObject for training and one for validation."""
     train_set = Shapes(args.synthetic, args.image_size, args.seed, train=True)
     val_set = Shapes(max(1, args.synthetic // 5), args.image_size, args.seed + 1, train=False)
-    # dist: all ranks share --global-batch-size.
+    # dist: --global-batch-size is split over all ranks.
     batch_size = schedule.batch_size(args, world.size)
     # dist: each rank has its own share of a global batch; else all compute the same gradients.
     train_sampler = EpochSampler(len(train_set), batch_size, world.rank, world.size, seed=args.seed)
     # dist: each image once; torch's DistributedSampler repeats some, which count twice.
     val_sampler = range(world.rank, len(val_set), world.size)
     options = {"workers": args.workers, "pin_memory": world.device.type != "cpu"}
-    # Each epoch augments anew, as a function of seed, epoch and index.
+    # New augmentation in each epoch, which depends only on seed, epoch and index.
     seeded = Seeded(train_set, train_sampler)
     train_loader = data_loader(seeded, train_sampler, batch_size, **options)
     val_loader = data_loader(val_set, val_sampler, args.test_batch_size, **options)
@@ -186,13 +186,13 @@ def load_data(args, world):
 
 
 def averages(loss, weight, confusion):
-    """The loss (nats per weight) and the mean of the classes' IoU, of the sums of all ranks."""
+    """The loss (nats per weight) and the mean IoU of the classes, from the sums of all ranks."""
     both = confusion.diagonal()
     either = confusion.sum(dim=0) + confusion.sum(dim=1) - both
     # A class that does not occur, and is never predicted, has no IoU.
     there = either > 0
     iou = (both / either)[there].sum().item() / max(1, there.sum().item())
-    # Without a known pixel the loss is 0, and so is the weight.
+    # Without a known pixel the loss is 0, and so is its weight.
     return {"loss": loss / (weight or 1), "iou": iou}
 
 
@@ -214,18 +214,18 @@ def evaluate(model, val, run):
 
 
 def connect(args):
-    """Join the other processes; return this one among them."""
+    """Join the other processes; return the World of this one."""
     # dist: the LOCAL_RANK and LOCAL_WORLD_SIZE that torchrun sets.
     local_rank, local_world_size = launch.torchrun_env()
-    # dist: one device per process, before the group is made; else all open a context on GPU 0.
+    # dist: one device per process, before init_process_group; else all open a context on GPU 0.
     device = devices.use(args, local_rank, local_world_size)
-    # dist: Gloo is for CPUs; with None torch chooses by the accelerator: NCCL for CUDA.
+    # dist: Gloo for CPUs; with None torch picks the accelerator's backend, NCCL for CUDA.
     backend = "gloo" if device.type == "cpu" else None
     timeout = launch.group_timeout(args.timeout)
     # dist: all processes wait here for each other.
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
-    # dist: rank 0 writes. Every few steps an all-reduce adds up the metrics, and says whether any
-    # rank was told to stop: then all stop after the same step.
+    # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
+    # all ranks whether one got a signal, so that they stop after the same step.
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, "DDP, torchrun")
 
 
@@ -233,22 +233,22 @@ def main():
     args = parse_args()
     world = connect(args)
     train, val = load_data(args, world)
-    # dist: else machines with different files would train on them in silence.
+    # dist: else machines with different files would silently train on them.
     require_same(world, train.dataset, val.dataset)
     torch.manual_seed(args.seed)
     model = Network(args.width).to(world.device)
     init_from(args, model, METADATA, world)
     devices.adapt(model, args)  # --channels-last, --compile
-    # dist: the global batch is world.size times larger, and the rate with it.
+    # dist: the global batch is world.size times larger, and the rate grows with it.
     lr = schedule.peak_lr(args, world.size)
     optimizer = torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )
-    # dist: averages the gradients of all ranks in backward, while it still computes others.
+    # dist: averages gradients over all ranks while backward still computes others.
     # It also copies rank 0's weights to all ranks.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # dist: evaluate() sends BatchNorm's statistics, so that not every forward does. It is set here
-    # because torch 2.14 deprecates the argument, and older versions lack its replacement.
+    # dist: evaluate() broadcasts BatchNorm's statistics, so forward need not. As an attribute:
+    # torch 2.14 deprecates the argument, and older versions lack its replacement.
     ddp_model.broadcast_buffers = False
     rates = schedule.WarmupCosine(args.warmup_epochs, optimizer)
     sums = Sums(world.device, averages, confusion=(CLASSES, CLASSES))
@@ -264,11 +264,11 @@ def main():
         # dist: through the wrapper; else no gradient is averaged.
         logits = ddp_model(normalise(images))
         loss, weight = weighted_loss(logits, masks, weights)
-        # dist: a rank with few known pixels would count as much as one with many: divide by the
-        # weight of all ranks. The average over the ranks divides by world.size, too.
+        # dist: else a rank with few known pixels counts as much as one with many: divide by the
+        # weight of all ranks. DDP's average divides by world.size, so multiply by it.
         total_weight = weight.clone()
         dist.all_reduce(total_weight)
-        # Without a known pixel the loss is 0, and so is the weight.
+        # Without a known pixel the loss is 0, and so is its weight.
         (loss * world.size / total_weight.clamp_min(1e-9)).backward()
         optimizer.step()
         confusion = confusion_of(logits.detach(), masks)
@@ -276,14 +276,14 @@ def main():
 
     if args.cuda_graph:
         step = graph.Captured(step, world, optimizer)
-    # Ends after --epochs or --max-steps, a signal, or the one step of --dry-run.
+    # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
         model.train()
-        # The batches up to the next evaluation; then it saves. Their order, the rate and the random
-        # numbers of a step depend on seed, position and rank alone, so a resumed run has the same.
+        # Yields batches up to the next evaluation, then saves. Data order, rate and random numbers
+        # depend only on seed, position and rank, so a resumed run repeats them.
         for batch in run.steps(train):
             step(batch["image"], batch["mask"])
-        # After SIGTERM or SIGUSR1 the run is over, and saved.
+        # After SIGTERM or SIGUSR1 the run is over, and has been saved.
         if not run.over:
             # dist: without the wrapper: there are no gradients to average.
             result = evaluate(model, val, run)

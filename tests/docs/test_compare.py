@@ -68,7 +68,7 @@ def test_keys(page):
     assert page.locator("tr.fold").count() == 0
     page.keyboard.press("r")
     reason = page.locator("tr", has_text="ddp_model = Distributed").locator("td.reason")
-    assert reason.inner_text().startswith("dist: averages the gradients")
+    assert reason.inner_text().startswith("dist: averages gradients")
     assert "# dist:" not in page.locator("table").inner_text()
     page.keyboard.press("n")
     page.keyboard.press("n")
