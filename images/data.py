@@ -13,12 +13,12 @@ from common.errors import InputError
 from common.files import patiently, read_regular
 from common.ranks import World
 
-# How the log shows the figures of a classifier.
+# How the log prints the figures of a classifier.
 FORMS = {"accuracy": "acc {:.2%}", "top5": "top-5 {:.2%}"}
 
 
 def add_flags(parser: flags.Parser, files: str) -> None:
-    """Add the flags of a data set of images, of which --data-dir has the `files`."""
+    """Add the flags for a data set of images; `files` is the help text of --data-dir."""
     parser.set_defaults(forms=FORMS)
     parser.add_argument(
         "--synthetic",
@@ -26,7 +26,7 @@ def add_flags(parser: flags.Parser, files: str) -> None:
         type=flags.positive_int,
         const=10_000,
         metavar="IMAGES",
-        help="train on generated images, 10000 if no number is given",
+        help="train on generated images, by default 10000",
     )
     add = parser.add_run_group()
     add("--data-dir", default="data", help=files)
@@ -34,9 +34,9 @@ def add_flags(parser: flags.Parser, files: str) -> None:
 
 
 class Normalise:
-    """uint8 images [batch, channels, height, width] as floats, on their device.
+    """Normalises uint8 images [batch, channels, height, width] to floats, on their device.
 
-    `mean` and `std` are those of the training images in 0..1, per channel.
+    `mean` and `std` are of the training images, scaled to 0..1, per channel.
     """
 
     def __init__(self, mean: tuple, std: tuple):
@@ -55,14 +55,14 @@ class Normalise:
                 (1 / (255 * std)).to(images.device),
             )
         shift, scale = self.constants[key]
-        # torch.addcmul takes four times as long on a CPU, as its operands have different types.
+        # torch.addcmul takes four times as long on a CPU, as the operands have different types.
         return (images * scale).add_(shift)
 
 
 def generate(
     count: int, channels: int, size: int, seed: int
 ) -> tuple[TensorDataset, TensorDataset]:
-    """`count` training images, a fifth for validation: a pattern per class, under noise."""
+    """Generate `count` training images and a fifth as many for validation: noisy class patterns."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randn(10, channels, 7, 7, generator=generator)
     patterns = F.interpolate(patterns, size=(size, size), mode="bilinear")
@@ -76,7 +76,7 @@ def generate(
 
 
 def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, str]) -> None:
-    """Let rank 0 of `world` say which of the `files` in `root`, {name: MD5}, are not those of `of`.
+    """Let rank 0 warn if some of the `files` in `root`, {name: MD5}, differ from the data set `of`.
 
     Such as a test set that was copied over a part of the training set. Raises InputError.
     """
@@ -103,9 +103,9 @@ def md5_of(path: Path) -> str:
 
 
 def checked(path, shape: tuple, read) -> TensorDataset:
-    """A TensorDataset of the (images, labels) that `read()` returns for the files `path`, ...
+    """A TensorDataset of the (images, labels) that `read()` returns; `path` is the first file.
 
-    Raises InputError if they are damaged: other types, shapes or labels than 0..9.
+    Raises InputError if they are damaged: wrong types or shapes, or labels other than 0..9.
     """
     try:
         images, labels = patiently(read)
@@ -116,7 +116,7 @@ def checked(path, shape: tuple, read) -> TensorDataset:
         return TensorDataset(images, labels)
     except OSError as error:
         raise InputError(f"{error.filename or path}: {error.strerror or error}") from error
-    # A damaged file can raise anything.
+    # A damaged file can raise any exception.
     except Exception as error:
         raise InputError(
             f"{path}, or a file beside it, is damaged ({type(error).__name__}: {error}): "

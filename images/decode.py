@@ -1,4 +1,4 @@
-"""Image files: what is read, and as which pixels."""
+"""Decode image files: which formats are read, and how they become RGB pixels."""
 
 import io
 
@@ -7,8 +7,8 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from common.errors import InputError, in_one_line
 
-# Pillow looks at the content and not at the name, and would start Ghostscript on PostScript. It
-# decodes these by itself. AVIF is the last one, as old versions of Pillow lack it.
+# Formats that Pillow decodes itself. It goes by the content, not the name, and would start
+# Ghostscript on PostScript. AVIF is last, as old versions of Pillow lack it.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 BLACK = (0, 0, 0)
 GREY = (128, 128, 128)
@@ -16,13 +16,13 @@ WHITE = (255, 255, 255)
 
 
 class BadImage(ValueError):
-    """A file that cannot be used as an image: what is wrong with it, and what to do."""
+    """A file that cannot be used as an image. The message says what is wrong, and what to do."""
 
 
 def decoded(files, index: int, decode):
-    """decode(bytes) of the image `index` of a Folder or an Archive.
+    """decode(bytes) of image `index` of a Folder or an Archive.
 
-    Raises InputError, and names the file.
+    Raises InputError, which names the file.
     """
     try:
         return decode(files.read(index))
@@ -33,9 +33,9 @@ def decoded(files, index: int, decode):
 def open_image(content: bytes) -> Image.Image:
     """The image in the bytes of a file as a PIL image, in RGB; raises BadImage.
 
-    Behind transparent pixels it is grey. Grey of 16 bits is scaled to 8.
+    Transparent pixels get a grey background. 16-bit greyscale is scaled to 8 bits.
     """
-    # Pillow refuses a picture with a long text or colour profile beside it: the default is 1 MiB.
+    # By default Pillow rejects a PNG with a text or colour profile of more than 1 MiB.
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -50,7 +50,7 @@ def open_image(content: bytes) -> Image.Image:
             f"cannot be decoded (it is not of the formats {', '.join(FORMATS)}): "
             "fetch it again, or leave it out"
         ) from error
-    # A damaged file can raise anything.
+    # A damaged file can raise any exception.
     except Exception as error:
         reason = in_one_line(error)
         raise BadImage(f"cannot be decoded ({reason}): fetch it again, or leave it out") from error
@@ -59,7 +59,7 @@ def open_image(content: bytes) -> Image.Image:
 def in_rgb(image):
     """A PIL image in RGB; raises BadImage."""
     if image.mode.startswith("I;16"):
-        # convert() would cut off all but the darkest 256 of 65,536 grey levels.
+        # convert() would clip all but the darkest 256 of 65,536 grey levels.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise BadImage(
@@ -73,10 +73,11 @@ def in_rgb(image):
 
 
 def on_background(image):
-    """A PIL image in RGBA without its transparency, which convert() would ignore.
+    """Blend a PIL image in RGBA with a background; convert() would ignore its transparency.
 
-    On grey, neither a black picture vanishes nor a white one. If all pixels have one colour, the
-    picture is in the alpha channel alone: then it is on black or white, whichever differs more.
+    On grey, neither a black nor a white drawing vanishes. If all pixels have one colour, the
+    drawing is in the alpha channel only: then the background is black or white, whichever differs
+    more.
     """
     behind = GREY
     if one := image.convert("RGB").getcolors(maxcolors=1):

@@ -1,4 +1,4 @@
-"""The download of a data set's files, once for all processes."""
+"""Download a data set's files, once for all processes."""
 
 import contextlib
 import io
@@ -15,22 +15,22 @@ from common.process import signals
 
 
 def download(folder: Path, files: list[str], fetch) -> None:
-    """Let `fetch(to)` download `files` to a folder, unless they are in `folder`.
+    """Download `files` by fetch(to), which takes a folder, unless `folder` has them.
 
-    One process does, and the others wait for it. Raises InputError if it fails, and then nothing
-    of it is left, as also after SIGTERM or Ctrl-C.
+    One process downloads, and the others wait. Raises InputError if it fails. Nothing of a failed
+    download is left, nor of one that SIGTERM or Ctrl-C interrupted.
     """
 
     def missing():
-        # A link to /dev/zero would be read without end.
+        # Not exists(): a link to /dev/zero would be read without end.
         return [name for name in files if not (folder / name).is_file()]
 
     if not missing():
         return
-    # A folder that is not there is made once its files are: a typo makes none.
+    # A missing folder is created only with its files, so a typo leaves no folder behind.
     place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     before = socket.getdefaulttimeout()
-    # Seconds without a byte; the default is to wait for ever.
+    # Time out after so many seconds without a byte; the default is never.
     socket.setdefaulttimeout(30)
     try:
         with (
@@ -40,20 +40,20 @@ def download(folder: Path, files: list[str], fetch) -> None:
             if missing():
                 download_and_move(place, folder, missing(), fetch)
     except (OSError, RuntimeError, EOFError) as error:
-        # The last mirror's reason.
+        # The last line is the error of the last mirror.
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise InputError(
             f"{folder / (missing() or files)[0]} is missing and the download failed ({reason}): "
             "copy the files there, or train on generated data with --synthetic"
         ) from error
     finally:
-        # It is that of the whole process.
+        # The timeout applies to the whole process: restore it.
         socket.setdefaulttimeout(before)
 
 
 def download_and_move(place: Path, folder: Path, files: list[str], fetch) -> None:
-    """Fetch to a new folder in `place`, so that no half file ever has a final name."""
-    # One that SIGKILL left.
+    """Fetch to a new folder in `place`, so that no partial file ever has a final name."""
+    # Temporary folders that SIGKILL left behind.
     for left in place.glob(".downloading-*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=place, prefix=".downloading-") as to:

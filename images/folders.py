@@ -16,18 +16,18 @@ from common.errors import InputError
 from common.files import read_regular
 from images.decode import decoded, open_image
 
-# Which files count. Hidden ones do not, such as ._1.jpg, which macOS writes beside 1.jpg.
+# Which files are images. Hidden ones are not, such as ._1.jpg, which macOS writes beside 1.jpg.
 IMAGES = f"<class>/*{', *'.join(IMG_EXTENSIONS)}"
 
 
 class Folder(Dataset):
     """The images in `path`/<class>/, in torchvision's order: a PIL image in RGB, and its label.
 
-    `labels` is an int64 array, `classes` a list of names, and `left_out` says which files are no
-    images by their names. Raises InputError.
+    `labels` is an int64 array, `classes` a list of names, and `left_out` a text on the files whose
+    names are not those of images. Raises InputError.
 
     The paths are one NumPy array, which loader workers share. A list of 1.3 million str would be
-    copied in each worker, as reading an object changes its reference count.
+    copied into each worker, as reading an object changes its reference count.
     """
 
     def __init__(self, path: Path):
@@ -57,16 +57,16 @@ class Folder(Dataset):
         return decoded(self, index, open_image), int(self.labels[index])
 
     def fingerprint(self) -> int:
-        """A checksum of the names of all images, and of their classes, which are in the names."""
+        """A checksum of the paths of all images, which contain the names of their classes."""
         start = len(os.fsencode(self.path))
         return zlib.crc32(b"\n".join(path[start:] for path in self.paths.tolist()))
 
     def where(self, index: int) -> str:
-        """The file of an image."""
+        """The path of an image."""
         return os.fsdecode(self.paths[index])
 
     def prefetch(self, indices: list[int]) -> None:
-        """Nothing: a file has to be opened first."""
+        """Do nothing: prefetching needs open files, as in an Archive."""
 
     def read(self, index: int) -> bytes:
         """The bytes of an image file; raises InputError."""
@@ -78,7 +78,7 @@ class Folder(Dataset):
 
 
 def visible(folder) -> tuple[list[str], list[str]]:
-    """The names of the folders and of the files in `folder` that are not hidden; raises OSError."""
+    """Return (folders, files): the names in `folder` that are not hidden. Raises OSError."""
     folders = []
     files = []
     with os.scandir(folder) as entries:
@@ -93,14 +93,14 @@ def visible(folder) -> tuple[list[str], list[str]]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file, or a folder in its name, is hidden, such as .ipynb_checkpoints/1.jpg."""
+    """Whether a file, or a folder in its path, is hidden, such as .ipynb_checkpoints/1.jpg."""
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
 def files_of_class(path, name, above):
-    """The paths of the images of a class, and the names below `path` of its other files.
+    """Return (paths of the images of a class, paths below `path` of its other files).
 
-    `above` are the identities of `path` and of the folders above it.
+    `above` has the identities of `path` and of the folders above it.
     Raises OSError, and InputError if there are no images.
     """
     images = []
@@ -118,27 +118,27 @@ def files_of_class(path, name, above):
 
 
 def identity(folder) -> tuple[int, int]:
-    """What a folder has in common with all links to it; raises OSError."""
+    """(device, inode) of a folder, the same through any link to it; raises OSError."""
     stat = os.stat(folder)
     return stat.st_dev, stat.st_ino
 
 
 def identities_from(path: Path) -> Iterator[tuple[int, int]]:
-    """The identities of the folder `path` and of those above it: a link to them leads back."""
+    """The identities of the folder `path` and of those above it: a link to one is a loop."""
     for folder in (path, *path.resolve().parents):
-        # Who may not enter a folder finds no link that leads there.
+        # A folder that we cannot access cannot be the target of a link that we follow.
         with suppress(PermissionError):
             yield identity(folder)
 
 
 def walk(folder: str, above: tuple) -> Iterator[tuple[str, list[str]]]:
-    """`folder`, and each visible folder in it, with the names of its visible files.
+    """Yield `folder`, and each visible folder below it, with the names of its visible files.
 
-    Links are followed. `above` are the identities of the folders above it. Raises OSError.
+    Follows links. `above` has the identities of the folders above. Raises OSError.
     """
     own = identity(folder)
     if own in above:
-        # A link leads back: its images would count up to 40 times.
+        # A loop of links: its images would count up to 40 times.
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     folders, files = visible(folder)
     yield folder, files
@@ -147,7 +147,7 @@ def walk(folder: str, above: tuple) -> Iterator[tuple[str, list[str]]]:
 
 
 def find(folder: str) -> tuple[Folder, Folder]:
-    """The images in `folder`/train and `folder`/val. Raises InputError, and names the path."""
+    """The images in `folder`/train and `folder`/val. Raises InputError, which names the path."""
     train = Folder(Path(folder, "train"))
     val = Folder(Path(folder, "val"))
     check_classes(train, val)
@@ -155,7 +155,7 @@ def find(folder: str) -> tuple[Folder, Folder]:
 
 
 def check_classes(train, val) -> None:
-    """Raise InputError unless two Folders or Archives have the same classes, two or more."""
+    """Raise InputError unless two Folders or Archives have the same classes, at least two."""
     if only := set(train.classes) ^ set(val.classes):
         one = min(only)
         here, there = (train, val) if one in train.classes else (val, train)
@@ -171,7 +171,7 @@ def check_classes(train, val) -> None:
 
 
 def origin(train, val) -> list[str]:
-    """Lines for the log: where the images of two Folders or Archives are, and what is left out."""
+    """Lines for the log: where the images of two Folders or Archives are, and what is ignored."""
     both = (train, val)
     lines = [" and ".join(f"{len(each):,} images in {each.path}" for each in both)]
     for each in both:
@@ -181,7 +181,7 @@ def origin(train, val) -> list[str]:
 
 
 def in_words(names: list[str]) -> str:
-    """How many files have which endings, and the first name; an empty text for none."""
+    """How many files have which endings, and the first name; "" without files."""
     if not names:
         return ""
     names = sorted(names)
@@ -195,7 +195,7 @@ def in_words(names: list[str]) -> str:
 
 
 def why_not(path, error):
-    """What is wrong with the folder `path` of a tree, and what to do."""
+    """What is wrong with a folder of images, and what to do."""
     if isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_dir():
         return (
             f"{path} is missing: --data-dir needs a folder with train/<class>/*.jpg and "
@@ -205,13 +205,13 @@ def why_not(path, error):
 
 
 def no_images(path, others: list[str]) -> str:
-    """What to say of a class, or an archive, that only has files with other names."""
+    """A message for a class, or an archive, in which no file has the name of an image."""
     instead = f", but {in_words(others)}" if others else ""
     return f"{path} has no images{instead}: images are {IMAGES}"
 
 
 def no_folders(path, names):
-    """What to say of a folder without classes that has these files."""
+    """A message for a folder without classes that has files of these `names`."""
     if any(map(is_image_file, names)):
         return (
             f"{path} has all images in one folder: sort them by class into folders; leave "

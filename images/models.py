@@ -24,7 +24,7 @@ class ConvNet(nn.Sequential):
 class LeNet(nn.Sequential):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling.
 
-    It has no BatchNorm: N processes compute what one does.
+    It has no BatchNorm, so that N processes compute the same as one.
     """
 
     def __init__(self, channels: int, size: int, classes: int = 10):
