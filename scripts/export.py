@@ -1,12 +1,12 @@
-"""Write the weights of a checkpoint as safetensors, which needs none of this code to be read.
+"""Export the weights of a checkpoint as safetensors, which can be read without this code.
 
-Its metadata has the names of the classes, and what else gives the outputs their meaning, as JSON.
+Its metadata has the class names and the like, as JSON.
 
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
-Where the checkpoint has an average of the weights (an EMA: torch's AveragedModel), it takes that,
-and says so. --part names another part: an average of another class, or a discriminator. --init-from
-reads the file, too.
+If the checkpoint has an average of the weights (an EMA in torch's AveragedModel), it exports that,
+and says so. --part picks another part, such as an average of another class, or a discriminator.
+--init-from can read the file.
 """
 
 import json
@@ -27,13 +27,15 @@ def main():
     parser = flags.Parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="the file to read")
     parser.add_argument("weights", type=Path, help="the file to write")
-    parser.add_argument("--part", help="of the checkpoint (default: an average, or model)")
+    parser.add_argument(
+        "--part", help="part of the checkpoint to export (default: an average, or model)"
+    )
     args = parser.parse_args()
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
-        raise InputError("it needs a package: pip install safetensors") from error
+        raise InputError("safetensors is not installed: pip install safetensors") from error
     try:
         saved, _ = checkpoint.read(args.checkpoint)
     except (OSError, checkpoint.CorruptCheckpoint) as error:
@@ -48,11 +50,11 @@ def main():
         weights = saved.get(part)
         if not is_state_dict(weights):
             raise InputError(f"--part {part}: {args.checkpoint} has no such dict of tensors")
-    # safetensors takes neither views nor other memory formats.
+    # safetensors does not support views or other memory formats.
     weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
     try:
         metadata = {name: json.dumps(value) for name, value in saved.get("metadata", {}).items()}
-    # The file may hold anything.
+    # The file is untrusted: it may hold anything.
     except Exception as error:
         raise InputError(f"{args.checkpoint}, metadata: {in_one_line(error)}") from error
     try:
@@ -66,7 +68,7 @@ def main():
 
 
 def is_like(weights: dict[str, torch.Tensor], value) -> bool:
-    """Whether `value` has tensors of the same shapes, as an average of the weights has."""
+    """Whether `value` has tensors of the same shapes, like an average of the weights."""
     return is_state_dict(value) and sorted_shapes(value) == sorted_shapes(weights)
 
 

@@ -2,7 +2,7 @@
 
     python scripts/summarize_runs.py runs/array-42
 
-The folder has a folder for each run, with the results.jsonl that every recipe writes.
+Give a folder of runs, each a folder with the results.jsonl that every recipe writes.
 """
 
 import sys
@@ -13,12 +13,12 @@ from common import results
 from common.errors import show
 
 OF_A_RUN = ("log_dir", "resume", "peak_lr")
-# What a run has not.
+# For a value that a run does not have.
 NONE = "-"
 
 
 def read(path):
-    """(the flags, the lines about evaluations) of a results.jsonl; a run may have ended before."""
+    """Return (flags, evaluations) from a results.jsonl; both are empty if the run ended early."""
     try:
         events = results.read(path)
     except OSError as error:
@@ -39,7 +39,7 @@ def main():
         )
         sys.exit(2)
     runs = [read(file) for file in files]
-    # Those that did not end before they began.
+    # Runs that ended before they wrote their flags have none.
     configs = [config for config, _ in runs if config]
     names = []
     for name in dict.fromkeys(name for config in configs for name in config):
@@ -56,12 +56,12 @@ def main():
 
 
 def last_cells(config, evaluations):
-    """The last three cells of a run; it has no evaluation if it ended in its first epoch."""
+    """The last three cells of a run; there is no evaluation if it ended in its first epoch."""
     epochs = config.get("epochs", NONE)
     if not evaluations:
         return [f"0/{epochs}", NONE, NONE]
     last = evaluations[-1]
-    # Not every task has them.
+    # Not every task has an accuracy.
     accuracies = [event["val/accuracy"] for event in evaluations if "val/accuracy" in event]
     accuracy = f"{max(accuracies):.2%}" if accuracies else NONE
     loss = f"{last['val/loss']:.4f}" if "val/loss" in last else NONE

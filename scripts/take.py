@@ -3,9 +3,9 @@
     python scripts/take.py cifar10/ddp_launch.py ../my_project
     python scripts/take.py examples/segmentation.py ../my_project --name train.py
 
-common/, images/ and the modules beside the script go beside the copy. The same command later
-brings a project up to date: what you have changed since stays, and is named, unless --overwrite is
-given. common/taken.json there says which files were copied, and from which commit.
+common/, images/ and the modules beside the script go beside the copy. Run the same command later to
+update the project: it keeps and lists the files that you have changed, unless you give --overwrite.
+common/taken.json records which files were copied, and from which commit.
 """
 
 import ast
@@ -24,11 +24,11 @@ sys.path.insert(1, str(ROOT))
 from common.errors import InputError
 from common.flags import Parser
 
-# What docs/your-own.md uses, and not every recipe.
+# Modules for docs/your-own.md, which not every recipe imports.
 FOR_ANY_TASK = {ROOT / "common" / "process" / "workers.py"}
 # Folders that keep their place beside the script; the other modules go beside it.
 PACKAGES = ("common", "images")
-# In the project, what was copied.
+# The record of what was copied, in the project.
 TAKEN = Path("common", "taken.json")
 RECIPES = sorted(
     path
@@ -39,7 +39,7 @@ RECIPES = sorted(
 
 
 def imports(path: Path) -> set[str]:
-    """The dotted names that a file imports at its top."""
+    """The dotted names that a file imports at the top level."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
@@ -50,7 +50,7 @@ def imports(path: Path) -> set[str]:
 
 
 def files_of(name: str, recipe: Path) -> list[Path]:
-    """The files of a dotted name that `recipe`, or what it needs, imports; also __init__.py."""
+    """The files that importing a dotted name loads, for `recipe`; also __init__.py."""
     parts = name.split(".")
     if parts[0] not in PACKAGES:
         paths = [recipe.parent / f"{parts[0]}.py"]
@@ -74,7 +74,7 @@ def needed(recipe: Path) -> set[Path]:
 
 
 def copies(recipe: Path, project: Path, name: str) -> dict[Path, Path]:
-    """From which file to which, for all that `recipe` needs in the folder `project`."""
+    """{source: target} of all files that `recipe` needs in the folder `project`."""
     targets = {ROOT / "LICENSE": project / "common" / "LICENSE"}
     for path in needed(recipe):
         inside = path.relative_to(ROOT)
@@ -96,9 +96,9 @@ def checksum(path: Path) -> str:
 
 
 def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> list[str]:
-    """Copy what `recipe` needs, and return the files that the user has changed, which stay.
+    """Copy what `recipe` needs; keep files that the user has changed, and return their names.
 
-    Raises InputError if a file is there that differs and was not copied from here.
+    Raises InputError if a different file is there that was not copied from here.
     """
     targets = copies(recipe, project, name)
     for package in PACKAGES:
@@ -137,7 +137,7 @@ def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> lis
 
 @functools.cache
 def commit() -> str:
-    """The commit of this repository, for the next time somebody compares."""
+    """The commit of this repository, to tell later what has changed."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
@@ -149,7 +149,7 @@ def commit() -> str:
 def say(recipe: Path, copy: Path) -> None:
     """Print what was copied, what to install, and what to type."""
     parts = {path.relative_to(ROOT).parts for path in needed(recipe) - {recipe}}
-    # A folder of modules, or a module beside the recipe.
+    # Folders of modules, and modules beside the recipe.
     beside = sorted({part[0] + "/" if part[0] in PACKAGES else part[-1] for part in parts})
     print(f"copied {copy}, {', '.join(beside)} (of commit {commit()})")
     packages = ["pip install -r " + shlex.quote(os.path.relpath(ROOT / "requirements.txt"))]
@@ -171,16 +171,16 @@ def say(recipe: Path, copy: Path) -> None:
 def main():
     parser = Parser(__doc__)
     parser.add_argument("recipe", type=Path, help="such as mnist/single.py")
-    parser.add_argument("project", type=Path, help="a folder, which is made if it is not there")
-    parser.add_argument("--name", help="of the copied script; default: the recipe's own")
+    parser.add_argument("project", type=Path, help="a folder, created if missing")
+    parser.add_argument("--name", help="name of the copied script (default: the recipe's)")
     parser.add_argument("--overwrite", action="store_true", help="replace files that differ")
     args = parser.parse_args()
     recipe = args.recipe.resolve()
     if not recipe.exists():
-        # Also from another folder.
+        # Relative to this repository, if called from another folder.
         recipe = ROOT / args.recipe
     if recipe not in RECIPES:
-        raise InputError(f"{args.recipe} is no recipe: give one such as mnist/single.py")
+        raise InputError(f"{args.recipe} is not a recipe: give one such as mnist/single.py")
     copy = args.project / (args.name or recipe.name)
     before = read_taken(args.project)["commit"]
     try:

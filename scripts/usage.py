@@ -5,8 +5,8 @@
     kill %1
 
 Every 5 seconds it appends a line to the file HOST.jsonl in that folder, and writes the same for
-TensorBoard. At its end, by SIGTERM or Ctrl-C, it prints the means. It shares nothing with the run,
-which therefore waits for nothing. On a cluster each node of a job measures itself:
+TensorBoard. On SIGTERM or Ctrl-C it prints the means and ends. It is a process of its own, so the
+run never waits for it. On a cluster each node of a job measures itself:
 
     USAGE=runs/usage sbatch slurm/ddp_2nodes.sh
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 
 def find_gpus():
-    """NVML, and its handles of the GPUs of this machine; without the package or a GPU none."""
+    """Return (NVML, handles of this machine's GPUs), or no handles without the package or a GPU."""
     try:
         import pynvml
     except ImportError:
@@ -43,9 +43,9 @@ def find_gpus():
 
 
 def of_gpu(nvml, handle):
-    """The figures of a GPU, but for those that it does not have."""
+    """The figures of a GPU that it supports."""
     reads = {
-        # The share of the time in which some kernel ran.
+        # The share of time during which a kernel ran.
         "use": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
         "gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30,
         "watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
@@ -61,7 +61,7 @@ def of_gpu(nvml, handle):
 
 
 def measure(psutil, nvml, gpus):
-    """{name: number} of this machine since the last call, or now."""
+    """{name: number} of this machine: averages since the last call, or current values."""
     figures = {"cpu/use": psutil.cpu_percent() / 100}
     figures["cpu/gib"] = psutil.virtual_memory().used / 2**30
     for number, handle in enumerate(gpus):
@@ -74,7 +74,7 @@ UNITS = {"use": "{:.0%}", "gib": "{:.1f} GiB", "watts": "{:.0f} W", "celsius": "
 
 
 def summary(host, seconds, sums, counts):
-    """One line: the means of all figures, from {name: sum} and {name: how many}."""
+    """One line with the means of all figures, from {name: sum} and {name: count}."""
     parts = {}
     for name, total in sums.items():
         device, kind = name.split("/")
@@ -85,12 +85,14 @@ def summary(host, seconds, sums, counts):
 
 
 def main():
-    # Not common.flags, which loads torch: this takes no time from the run.
+    # Not common.flags: it imports torch, which would take CPU time from the run.
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", help="for the figures of all machines")
-    parser.add_argument("--seconds", type=float, default=5, help="between two lines (default: 5)")
+    parser.add_argument("folder", help="folder for the figures of all machines")
+    parser.add_argument(
+        "--seconds", type=float, default=5, help="seconds between two lines (default: 5)"
+    )
     args = parser.parse_args()
     if not args.folder:
         parser.error("folder is empty: give a path, or set the variable that has it")
@@ -102,13 +104,13 @@ def main():
         from tensorboard.summary import Writer
     except ImportError as error:
         parser.error(f"pip install psutil tensorboard ({error})")
-    # A pipe, and no threading.Event: its wait() holds a lock, for which the handler would wait.
+    # A pipe, not a threading.Event: its wait() holds a lock, so the handler could deadlock.
     over, end = os.pipe()
     os.set_blocking(end, False)
     # srun passes on USR1, but not TERM.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: os.write(end, b"."))
-    # The request for stacks is for the ranks.
+    # SIGUSR2 asks the ranks for their stacks: ignore it here.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     host = socket.gethostname()
     try:
@@ -117,10 +119,10 @@ def main():
     except OSError as error:
         parser.error(f"{args.folder}: {error.strerror}")
     nvml, gpus = find_gpus()
-    # The first call begins its interval.
+    # The first call starts the interval to measure.
     psutil.cpu_percent()
     began = time.time()
-    # Not all figures: a run can take weeks.
+    # Sums only, not all figures: a run can take weeks.
     sums = Counter()
     counts = Counter()
     while not select.select([over], [], [], args.seconds)[0]:

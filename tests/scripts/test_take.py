@@ -71,7 +71,7 @@ def test_a_module_that_ours_would_hide(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("mnist/digits.py project", "mnist/digits.py is no recipe"),
+        ("mnist/digits.py project", "mnist/digits.py is not a recipe"),
         ("mnist/single.py /dev/null/project", "/dev/null"),
     ],
 )
