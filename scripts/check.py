@@ -1,13 +1,13 @@
-"""Check a distributed script of anybody: is each sample used once, is each gradient averaged?
+"""Check any distributed script: is each sample used once, are the gradients averaged?
 
     python scripts/check.py torchrun --nproc-per-node=2 train.py --epochs 3
     python scripts/check.py horovodrun -np 2 python train.py --epochs 3
 
-The script is not edited. It runs once as it is, where long passes over its data are cut short, and
-then a few steps at a time: with each rank's share of the data, with the data of all ranks on each,
-and on one process. The table says what is wrong, with the line of minimal/ that does it right;
-what to look at; and what could not be seen. Files that it saves with torch.save are put back.
-docs/prove.md says what each row means. It ends with status 1 if something is wrong.
+The script is not edited. It runs once as it is, except that long passes over its data are cut
+short, and then a few steps at a time: with each rank's share of the data, with the data of all
+ranks on each, and on one process. The table says what is wrong, with the line of minimal/ that does
+it right; what to look at; and what could not be checked. Files that the script saves with
+torch.save are restored. docs/prove.md explains each row. Exits with status 1 if something is wrong.
 """
 
 import argparse
@@ -33,26 +33,26 @@ from common.errors import InputError
 from scripts.findings import Finding, Seen, differ, flat, look, not_seen, rows, trains, wrong
 
 HOOKS = ROOT / "scripts" / "hooks"
-# How far the updates of ranks with shares and with the samples of all may be apart: right scripts
-# are at 1e-6. Adam divides by gradients, of which the smallest are all rounding.
+# How far updates on shares may differ from updates on the samples of all ranks: correct scripts are
+# at 1e-6. Adam divides by gradients, and the smallest ones are mostly rounding errors.
 ROUNDING = 2e-3
 ROUNDING_OF_ADAM = 3e-2
 ROUNDING_IN_16_BITS = 0.1
-# The status of a run that took too long, as timeout has it.
+# The status of a run that took too long, as of the timeout command.
 TOO_LONG = 124
 
 
 class Runs:
-    """The runs of a command, each with a mode of check_hooks.py."""
+    """Runs a command several times, each time in a mode of check_hooks.py."""
 
     def __init__(self, command: list[str], folder: Path):
         self.command = command
         self.folder = folder
         self.limit = None
         self.status = 0
-        # Of one mode after another; a run reads the batches that it gets from here.
+        # The batches for each mode; a run reads them in place of its own.
         self.batches = {}
-        # Folders that a run has made, and has saved in.
+        # Folders that a run has created to save in.
         self.new_folders = set()
 
     def __call__(self, name: str, mode: str, command: list[str] | None = None) -> Seen:
@@ -62,7 +62,7 @@ class Runs:
             (folder / f"batches-{each}.json").write_text(json.dumps(batches))
         path = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
         more = {"PYTHONPATH": path, "CHECK": str(folder), "CHECK_MODE": mode}
-        # torch.compile changes how a step is computed, and not what.
+        # torch.compile changes how a step is computed, not the result.
         more["TORCHDYNAMO_DISABLE"] = "1"
         began = time.monotonic()
         try:
@@ -75,7 +75,7 @@ class Runs:
         return Seen(folder)
 
     def put_files_back(self, folder: Path) -> None:
-        """What was saved over an older file, or as a new one, or in a new folder."""
+        """Restore the files that the run overwrote, and remove what it created."""
         for note in folder.glob("file-*.json"):
             file = json.loads(note.read_text())
             self.new_folders |= set(file["new folders"])
@@ -83,12 +83,12 @@ class Runs:
                 os.replace(note.with_suffix(".old"), file["path"])
             else:
                 Path(file["path"]).unlink(missing_ok=True)
-        # Also after a run that has not come to save: the next one begins as the first did.
+        # Even if this run did not save: the next one should start like the first.
         for new in self.new_folders:
             shutil.rmtree(new, ignore_errors=True)
 
     def said(self, name: str) -> str:
-        """Why the last run has failed: the line that names its error, or its last one."""
+        """Why the last run failed: the line with its error, or else the last line."""
         if self.status == TOO_LONG:
             return f"it took longer than {self.limit:.0f} s"
         lines = (self.folder / name / "output").read_text(errors="replace").splitlines()
@@ -98,7 +98,7 @@ class Runs:
 
 
 def start(command: list[str], more: dict, output, limit: float | None) -> int:
-    """Run a command in a session of its own, of which nothing is left; return its status."""
+    """Run a command in a new session; kill all that is left of it, and return its status."""
     try:
         process = subprocess.Popen(
             command,
@@ -116,7 +116,7 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
         return TOO_LONG
     finally:
         if process.poll() is None:
-            # Launchers end their ranks.
+            # SIGTERM first: launchers then end their ranks.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
@@ -125,7 +125,7 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
 
 
 def on_one_process(command: list[str]) -> list[str] | None:
-    """The same command for one process; None if it does not say how many before the script."""
+    """The command for one process; None if it has no number of processes before the script."""
     options = ("--nproc-per-node", "--nproc_per_node", "--nproc", "-np", "-n", "--np")
     changed = list(command)
     for number, word in enumerate(command):
@@ -141,15 +141,15 @@ def on_one_process(command: list[str]) -> list[str] | None:
     return None
 
 
-# Runs that are compared.
+# Compare runs.
 
 
 def compare(runs: Runs, watched: Seen):
-    """Yield what the runs of a few steps say."""
+    """Run a few steps in several ways, and yield the findings."""
     share = runs("share", "share")
     if share.first is None:
         yield not_seen(
-            f"what a sample does: a run without dropout has failed: {runs.said('share')}"
+            f"how shares are trained on: a run without dropout has failed: {runs.said('share')}"
         )
         return
     if share.several:
@@ -158,8 +158,8 @@ def compare(runs: Runs, watched: Seen):
 
 
 def compare_updates(runs: Runs, watched: Seen, share: Seen):
-    """The steps of shares with those in which each rank gets the batches of all."""
-    text = "whether steps with shares are those with the batches of all ranks"
+    """Compare steps on shares with steps in which each rank gets the batches of all ranks."""
+    text = "whether steps on shares match steps on the batches of all ranks"
     drawn = [step["states"] for step in share.of("step")[:3]]
     batches = batches_of_all(share)
     if not batches:
@@ -176,22 +176,24 @@ def compare_updates(runs: Runs, watched: Seen, share: Seen):
     folders = runs.folder / "share", runs.folder / "whole"
     start, first, last = distances(*folders, list(share.ranks))
     if start > 1e-6:
-        yield not_seen(f"{text}: the runs begin with different weights")
+        yield not_seen(f"{text}: the runs start with different weights")
         return
     apart = f"{first:.0e} of the first gradient, {last:.0e} of three updates"
     rounding, of_gradient = rounding_of(watched)
     if first < of_gradient and last < rounding:
-        yield Finding("ok", f"steps with shares are those with the batches of all ranks: {apart}")
+        yield Finding("ok", f"steps on shares match steps on the batches of all ranks: {apart}")
         yield from compare_with_one(runs, share)
     elif any(step["gathers"] for step in share.of("step")[:3]):
         yield look(f"the update depends on how samples are shared and gathered: {apart}")
     else:
         why = "a loss divided by the count of its rank, or over pairs of its own batch?"
-        yield wrong(f"shares of a batch train otherwise than the batch: {apart} ({why})", "wrapper")
+        yield wrong(
+            f"training on shares of a batch differs from training on it: {apart} ({why})", "wrapper"
+        )
 
 
 def rounding_of(watched: Seen) -> tuple[float, float]:
-    """How far right scripts may be apart: of the updates, and of the first gradient."""
+    """How far a correct script may be off: for updates, and for the first gradient."""
     first = watched.of("step")[0]
     if first["short"]:
         return ROUNDING_IN_16_BITS, ROUNDING_IN_16_BITS
@@ -210,7 +212,7 @@ def batches_of_all(share: Seen) -> dict:
 
 
 def distances(ours: Path, theirs: Path, ranks: list[int]) -> tuple[float, float, float]:
-    """The difference of two runs: of the starts, the first gradients, and the changes since."""
+    """How two runs differ: in their starts, their first gradients, and their updates."""
     import torch
 
     start = 0.0
@@ -233,10 +235,12 @@ def distances(ours: Path, theirs: Path, ranks: list[int]) -> tuple[float, float,
 
 
 def compare_with_one(runs: Runs, share: Seen):
-    """The first gradient of all ranks with that of one process: a sum in place of an average?"""
+    """Compare the first gradient of all ranks with one process: is it a sum, not an average?"""
     command = on_one_process(runs.command)
     if command is None:
-        yield not_seen("whether gradients are averaged or summed: the command names no number")
+        yield not_seen(
+            "whether gradients are averaged or summed: the command has no number of processes"
+        )
         return
     runs.batches["one"] = runs.batches["whole"]
     one = runs("one", "one", command)
@@ -261,7 +265,7 @@ def compare_with_one(runs: Runs, share: Seen):
 
 
 def ratio_of_gradients(folder: Path, ranks: int) -> tuple[float, float]:
-    """How many times the first gradient of one process that of all is, and what is left over."""
+    """The first gradient of all ranks over that of one process, and the relative residual."""
     import torch
 
     several = [torch.load(folder / "share" / f"share-{rank}.pt") for rank in range(ranks)]
@@ -286,7 +290,7 @@ def ratio_of_gradients(folder: Path, ranks: int) -> tuple[float, float]:
 
 
 def compare_figures(runs: Runs, share: Seen):
-    """Figures of an evaluation whose samples come in other batches."""
+    """Evaluate the same samples in different batches, and compare the figures."""
     batches = other_batches(share)
     if not batches or not any(share.of_all("figure")):
         return
@@ -295,7 +299,7 @@ def compare_figures(runs: Runs, share: Seen):
     changed = changed_figure(share, regrouped)
     if runs.status or changed is None:
         return
-    # What changes by itself is no figure.
+    # Ignore numbers that change from run to run anyway.
     again = runs("again", "share")
     if changed_figure(share, again) is None:
         text = "a figure of the evaluation depends on how its samples are put into batches"
@@ -303,7 +307,7 @@ def compare_figures(runs: Runs, share: Seen):
 
 
 def other_batches(share: Seen) -> dict:
-    """{place: {rank: batches}} of evaluations, where it matters which samples are together."""
+    """{place: {rank: batches}} of evaluations, regrouped, where batches have different sizes."""
     found = {}
     for (loader, number), shares in share.passes().items():
         done = all(each["done"] and each["batches"] for each in shares.values())
@@ -315,7 +319,7 @@ def other_batches(share: Seen) -> dict:
             continue
         totals = {rank: len(flat(each)) for rank, each in shares.items()}
         rest = {rank: list(itertools.chain(*each["batches"])) for rank, each in shares.items()}
-        # A script that can have unequal shares gets others.
+        # If the script copes with unequal shares, change these, too.
         if differ(totals.values()):
             first, last = min(rest), max(rest)
             moved = len(rest[first]) // 4
@@ -328,18 +332,18 @@ def other_batches(share: Seen) -> dict:
 
 
 def regroup(samples: list, count: int) -> list[list]:
-    """As many batches, of which the last has the most samples."""
+    """Regroup into as many batches, the last of which has the most samples."""
     first = max(1, len(samples) // (count + 2))
     batches = [samples[start : start + first] for start in range(0, first * (count - 1), first)]
     return [*batches, samples[first * (count - 1) :]]
 
 
 def changed_figure(ours: Seen, theirs: Seen) -> str | None:
-    """The first figure that is not the same, in words; None if there is none, or if they vary."""
+    """The first figure that differs, in words; None without one, or if their count varies."""
     for rank in ours.ranks:
         if rank not in theirs.ranks:
             return None
-        # After a reduce() to rank 0 another rank's numbers are nobody's.
+        # Only ranks that print: after a reduce() to rank 0, other ranks' numbers mean nothing.
         if not any(isinstance(figure["value"], str) for figure in ours.of("figure", rank)):
             continue
         a, b = numbers(ours.of("figure", rank)), numbers(theirs.of("figure", rank))
@@ -352,7 +356,7 @@ def changed_figure(ours: Seen, theirs: Seen) -> str | None:
 
 
 def numbers(figures: list[dict]) -> list[tuple[float, float]]:
-    """(number, its last digit) of figures; whole numbers may count batches."""
+    """(number, value of its last digit) of figures, without integers: they may count batches."""
     found = []
     for figure in figures:
         if isinstance(figure["value"], float):
@@ -376,7 +380,7 @@ def check(runs: Runs, with_comparison: bool) -> list[Finding]:
     found += rows(seen)
     if with_comparison and not any("different weights" in finding.text for finding in found):
         found += compare(runs, seen)
-    # It follows that a figure depends on the batches.
+    # Then the figure depends on the batches anyway: one finding is enough.
     if any("nothing adds them up" in finding.text for finding in found):
         found = [finding for finding in found if "how its samples are put" not in finding.text]
     return found
@@ -386,8 +390,10 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--no-comparison", action="store_true", help="run the script once only")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="as you start the script")
+    parser.add_argument("--no-comparison", action="store_true", help="run the script only once")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command that starts the script"
+    )
     args = parser.parse_args()
     if not args.command:
         raise InputError("give the command that starts the script, such as: torchrun train.py")

@@ -1,4 +1,4 @@
-"""What scripts/check.py finds in the events that scripts/hooks/check_hooks.py has written.
+"""Find mistakes in the events that scripts/hooks/check_hooks.py wrote, for scripts/check.py.
 
 Each function of ROWS looks at one thing, and yields a Finding for what is wrong or worth a look.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The line of minimal/ that does it right.
+# The line of minimal/ that does it right: a file, and a part of the line.
 RIGHT = {
     "broadcast": ("hvd.py", "hvd.broadcast_parameters(model.state_dict()"),
     "wrapper": ("ddp_launch.py", "logits = ddp_model("),
@@ -37,7 +37,7 @@ RIGHT = {
 
 @dataclass
 class Finding:
-    """A row: "wrong", "look", "not seen" or "ok", a sentence, and a key of RIGHT."""
+    """A row: a verdict (wrong, look, not seen or ok), a sentence, and a key of RIGHT."""
 
     verdict: str
     text: str
@@ -61,20 +61,20 @@ def not_seen(text: str) -> Finding:
 
 
 def line_of(name: str, text: str) -> str:
-    """file:line of a piece of minimal/"""
+    """file:line of the first line in minimal/`name` with this text."""
     lines = (ROOT / "minimal" / name).read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if text in line)
     return f"minimal/{name}:{number}"
 
 
 def names(some) -> str:
-    """A few of these names, without the numbers of check_hooks."""
+    """The first three names, without the numbers that check_hooks.py adds."""
     some = [re.sub(r"^\d+\.\d+:", "", name) for name in some]
     return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
 
 
 class Seen:
-    """What the processes of a run have written down."""
+    """The events that the processes of a run wrote."""
 
     def __init__(self, folder: Path):
         self.ranks = {}
@@ -89,7 +89,7 @@ class Seen:
         self.several = len(self.ranks) > 1
 
     def of(self, kind: str, rank: int | None = None) -> list[dict]:
-        """The events of a kind, of the first rank that trains if not of another."""
+        """The events of a kind, of `rank` or else of the first rank that trains."""
         events = self.ranks[self.first if rank is None else rank]
         return [event for event in events if event["event"] == kind]
 
@@ -113,7 +113,7 @@ def differ(values) -> bool:
     return len({str(value) for value in values}) > 1
 
 
-# Rows: each function yields what it finds, and "ok" is what stands there if it finds nothing.
+# Rows: each function yields its findings; ROWS has the text of the row if there are none.
 
 
 def weights(seen: Seen):
@@ -128,20 +128,20 @@ def weights(seen: Seen):
         yield from gradients_of(number, steps)
     for event in seen.of("lost"):
         if event["nested"]:
-            text = "are used in a model, and are in no optimizer (a list instead of ModuleList?)"
+            text = "are used in a model, but are in no optimizer (a list instead of ModuleList?)"
             yield wrong(f"{text}: {names(event['names'])}", "optimizer")
         else:
-            yield look(f"take part in training, and are in no optimizer: {names(event['names'])}")
+            yield look(f"take part in training, but are in no optimizer: {names(event['names'])}")
     rates = [[step["rates"] for step in line] for line in steps_in_common(seen)]
     if any(map(differ, rates)):
         yield wrong("the ranks train with different rates", "rate")
     shards = [events[0]["crc"] for events in seen.of_all("shard") if events]
     if differ(shards):
-        yield wrong("each rank shards a model with other weights: seed them alike", "seed")
+        yield wrong("each rank shards a model with different weights: use the same seed", "seed")
 
 
 def steps_in_common(seen: Seen) -> list[tuple]:
-    """The steps that all ranks have taken, until one takes more of them than another."""
+    """The steps that all ranks take in common, up to the first one that differs."""
 
     def is_same(line):
         return not differ((step["step"], step["trains"]) for step in line)
@@ -167,7 +167,7 @@ def different_weights(seen: Seen):
         elif unlike:
             why, right = f"the gradients of {names(unlike)} were not averaged", "wrapper"
         else:
-            why, right = "the gradients are the same: other rates, decays or states", "rate"
+            why, right = "the gradients are the same: different rates, decays or states", "rate"
         when = f"{'before' if begin else 'after'} step {number}"
         text = f"the ranks hold different weights {when}: {names(begin or end)}"
         again = [
@@ -196,14 +196,14 @@ def gradients_of(number: int, steps_of_ranks: list[list[dict]]):
     if every and len(dead) == len(every):
         of_no_module = all(name.endswith("of no module") for name in every)
         if of_no_module:
-            why = "they are of no model: was it made before the model was wrapped, or moved?"
+            why = "they belong to no model: was it made before the model was wrapped or moved?"
         else:
-            why = "zero_grad() behind backward(), detach() or no_grad()?"
+            why = "zero_grad() after backward(), detach() or no_grad()?"
         yield wrong(f"no weight of optimizer {number + 1} ever got a gradient: {why}", "backward")
     elif dead:
         yield look(f"no gradient in any of {len(steps)} steps: {names(dead)}")
     if any(step["stale"] for step in steps):
-        yield wrong("a gradient has those of earlier steps in it: zero_grad()", "backward")
+        yield wrong("a gradient still contains earlier steps: zero_grad()", "backward")
     moved = any(step["before"] != step["after"] for step in steps)
     if not moved and len(dead) < len(every):
         rates = {rate for step in steps for rate in step["rates"]}
@@ -212,11 +212,11 @@ def gradients_of(number: int, steps_of_ranks: list[list[dict]]):
 
 
 def clipping(seen: Seen):
-    """A norm to clip by is of the averaged and unscaled gradients."""
+    """Gradients are clipped by the norm of the averaged, unscaled gradients."""
     if seen.several and any(
         differ(f"{clip['norm']:.4g}" for clip in line) for line in seen.aligned("clip")
     ):
-        yield wrong("each rank clips by a norm of its own: clip behind the average")
+        yield wrong("each rank clips by its own norm: clip after averaging")
     if any(step["scaled"] for step in seen.of("step")):
         yield wrong("steps with scaled gradients: scaler.step(optimizer) unscales them")
     elif any(clip["scaled"] for clip in seen.of("clip")):
@@ -224,7 +224,7 @@ def clipping(seen: Seen):
 
 
 def training_data(seen: Seen):
-    """Each pass has an order of its own, and each of its samples goes to one rank."""
+    """Each pass has its own order, and each of its samples goes to one rank."""
     passes = {place: shares for place, shares in seen.passes().items() if trains(shares)}
     if not any(share["batches"] for shares in passes.values() for share in shares.values()):
         yield not_seen("which samples are trained on: no map-style data set in a DataLoader")
@@ -243,10 +243,10 @@ def training_data(seen: Seen):
             yield finding
             break
     for share in itertools.chain(*(shares.values() for shares in passes.values())):
-        # Workers take turns.
+        # Workers take turns, so equal batches follow each other.
         same = sum(one == other for one, other in itertools.pairwise(share["inputs"]))
         if same > 1 and 2 * same + 2 >= len(share["inputs"]):
-            yield wrong(f"loader {share['place'][0] + 1}: its workers give the same batches")
+            yield wrong(f"loader {share['place'][0] + 1}: its workers yield the same batches")
             break
     yield from undivided_accumulation(seen)
 
@@ -279,7 +279,7 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
     samples = sum(map(len, each))
     different = len(set(itertools.chain(*each)))
     done = all(share["done"] for share in shares.values())
-    # Drawn with replacement, or from a stream that begins again.
+    # Samples drawn with replacement, or from a stream that starts again.
     repeats = any(len(set(share)) < len(share) for share in each)
     if not length or len(each) < 2 or not samples or repeats:
         return None
@@ -288,12 +288,12 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
         if is_partition:
             text = f"the ranks share the indices of loader {loader + 1}, but not its samples"
             return wrong(f"{text}: shuffled or split with another seed?", "sampler")
-        # Each rank may have files of its own.
+        # Each rank may have its own files.
         return None
     if done and all(len(share) >= length for share in each):
         text = f"each rank reads all {length} samples in each pass over loader {loader + 1}"
         return wrong(f"{text}, not a share of them", "sampler")
-    # DistributedSampler fills the shares up.
+    # DistributedSampler pads the shares to equal length.
     if samples - different > len(each):
         twice = f"{samples - different} of {samples} samples of a pass over loader {loader + 1}"
         return wrong(f"{twice} are read by two ranks", "sampler")
@@ -335,7 +335,7 @@ def orders(share: dict, following: dict) -> Finding | None:
 
 
 def undivided_accumulation(seen: Seen):
-    """Several batches make a step, and each adds a whole gradient."""
+    """A step has several batches, whose gradients are summed, not averaged."""
     steps = seen.of("step")
     whole = [
         step
@@ -350,7 +350,7 @@ def undivided_accumulation(seen: Seen):
 
 
 def evaluation_data(seen: Seen):
-    """An evaluation counts each sample once, and over all ranks."""
+    """An evaluation counts each sample once, over all ranks."""
     loaders = loaders_that_train(seen)
     passes = {
         place: shares
@@ -406,17 +406,17 @@ def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
 
 
 def cut_shares(loader: int, shares: dict):
-    """Each rank has a data set of its own, which is a part of the same one."""
+    """Each rank has its own data set, a part of a common one."""
     read = set(itertools.chain(*(share["samples"] for share in shares.values())))
     left = next(iter(shares.values()))["of"] - len(read)
     if 0 < left < len(shares):
         yield wrong(
-            f"the shares of loader {loader + 1}, which evaluates, leave out {left}", "share"
+            f"the shares of loader {loader + 1}, which evaluates, leave out {left} samples", "share"
         )
 
 
 def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
-    """Each rank evaluates a share, and no collective follows."""
+    """Whether each rank evaluates a share, and no collective follows."""
     rank = min(shares)
     length = shares[rank]["length"]
     is_share = length and len(shares) > 1 and len(flat(shares[rank])) < length
@@ -428,11 +428,11 @@ def not_added_up(seen: Seen, place: tuple, shares: dict) -> Finding | None:
     if not after or after[0]["reductions"] + after[0]["gathers"] > shares[rank]["before"]:
         return None
     text = f"each rank evaluates a share of loader {place[0] + 1}, and nothing adds them up"
-    return wrong(f"{text}: a figure of rank 0 is that of its share", "sum")
+    return wrong(f"{text}: rank 0's figures are those of its own share", "sum")
 
 
 def modes(seen: Seen):
-    """Evaluations are in evaluation mode, and training goes on in training mode."""
+    """Evaluations are in evaluation mode, and training continues in training mode."""
     loaders = loaders_that_train(seen)
     events = [event for event in seen.of("mode") if event["passes"]]
     for event in events:
@@ -449,13 +449,15 @@ def modes(seen: Seen):
     began = {event["model"]: event["step"] for event in reversed(trained) if event["training"]}
     off = [event for event in trained if not (event["training"] or event["root"])]
     if any(event["step"] > began.get(event["model"], math.inf) for event in off):
-        yield wrong("trains on in evaluation mode behind an evaluation: model.train()", "train")
+        yield wrong(
+            "continues to train in evaluation mode after an evaluation: model.train()", "train"
+        )
     yield from statistics(seen)
     yield from evaluated_weights(seen)
 
 
 def evaluated_weights(seen: Seen):
-    """Whether what is evaluated is what is trained, and saved."""
+    """Whether the weights that are evaluated are those that are trained and saved."""
     loaders = loaders_that_train(seen)
     events = [
         event
@@ -490,7 +492,7 @@ def statistics(seen: Seen):
         evaluated = passes and all(place[0] not in loaders for place in passes)
         same_pass = not differ(event["passes"] for event in line)
         if seen.several and evaluated and same_pass and differ(event["crc"] for event in line):
-            text = "each rank evaluates with BatchNorm statistics of its own"
+            text = "each rank evaluates with its own BatchNorm statistics"
             yield wrong(f"{text}: broadcast rank 0's, which are saved", "buffers")
             return
 
@@ -515,9 +517,9 @@ def random_numbers(seen: Seen):
 
 
 def draws_of_steps(seen: Seen):
-    """Whether steps draw random numbers, and all ranks the same."""
+    """Whether steps draw random numbers, and these are the same on all ranks."""
     lines = steps_in_common(seen)[:5]
-    # Those of the first pass: a new one draws, too.
+    # Only the first pass: the start of a pass draws random numbers, too.
     lines = [line for line in lines if line[0]["trains"] == lines[0][0]["trains"]]
     if not seen.several or not lines:
         return
@@ -530,7 +532,7 @@ def draws_of_steps(seen: Seen):
 
 
 def files(seen: Seen):
-    """One rank saves, what can be resumed from and loaded without the wrapper."""
+    """One rank saves, and the file can be resumed from, and loaded without the wrapper."""
     saves = [{event["path"] for event in events} for events in seen.of_all("save")]
     writers = collections.Counter(itertools.chain(*saves))
     for path, count in writers.items():
@@ -538,18 +540,18 @@ def files(seen: Seen):
             yield wrong(f"{count} ranks write {os.path.basename(path)}", "save")
     saves = list(itertools.chain(*seen.of_all("save")))
     if len(writers) == 1 and seen.several and any(event["shards"] for event in saves):
-        yield wrong("one rank saves its shards alone", "full")
+        yield wrong("only one rank saves, and only its own shards", "full")
     if any(event["prefix"] for event in saves):
         yield look("saves names with the wrapper's prefix, module.", "save")
     if saves and not any(event["resumes"] for event in saves):
         yield look("no saved file has the state of an optimizer: training cannot resume from it")
     for event in seen.of("nothing loaded")[:1]:
         counts = f"{event['missing']} of {event['of']} tensors"
-        yield wrong(f"load_state_dict(strict=False) left {counts} as they were: other names?")
+        yield wrong(f"load_state_dict(strict=False) left {counts} as they were: different names?")
 
 
 def waits(seen: Seen):
-    """How often a step asks for a tensor's value, for which Python waits on a GPU."""
+    """Whether steps read a tensor's value, for which Python waits for the GPU."""
     last = seen.of("step")[-1]
     often = [place for place, count in last["waits"].items() if 2 * count > last["step"]]
     if often:
@@ -557,9 +559,11 @@ def waits(seen: Seen):
 
 
 def privates(seen: Seen):
-    """What the hooks could not see in this torch."""
+    """What the hooks cannot see in this version of torch."""
     for event in seen.of("not seen"):
-        yield not_seen(f"{event['rows']}: this torch is not known ({event['error']})")
+        yield not_seen(
+            f"{event['rows']}: this version of torch is not supported ({event['error']})"
+        )
 
 
 ROWS = {
@@ -576,7 +580,7 @@ ROWS = {
 
 
 def rows(seen: Seen):
-    """Yield what all rows find."""
+    """Yield the findings of all rows."""
     for function, ok in ROWS.items():
         found = list(function(seen))
         if ok and not found:

@@ -3,12 +3,12 @@
     python scripts/prove.py torchrun --nproc-per-node=2 train.py --synthetic
     python scripts/prove.py horovodrun -np 2 python train.py --synthetic
 
-The script is one that was made from a recipe or an example. It is run for a few steps at a time, in
-short epochs with an evaluation each: twice undisturbed; with SIGKILL to all ranks, and with SIGTERM
-to one, each resumed; and with the same global batch on all processes and on one, which then
-evaluate the same weights. After each step the ranks are compared. The table says what is the same,
-bit by bit or to rounding, and what is not: the step, the tensor and the rank where it begins.
-docs/prove.md says what that usually means. It ends with status 1 if something is wrong.
+For scripts made from a recipe or an example. It runs the script for a few steps at a time, in short
+epochs with an evaluation each: twice undisturbed; with SIGKILL to all ranks, and with SIGTERM to
+one, each resumed; and with the same global batch on all processes and on one, which then evaluate
+the same weights. After each step it compares the ranks. The table says what is the same, bit by bit
+or to rounding, and what is not, with the step, the tensor and the rank where the difference starts.
+docs/prove.md says what that usually means. Exits with status 1 if something is wrong.
 """
 
 import argparse
@@ -36,28 +36,29 @@ from common.errors import InputError, RunError
 from scripts import findings
 from scripts.hooks.hook_tools import checksum, leaves
 
-# A checkpoint comes every five steps, and the signals between two of them. Both cut groups of two,
-# three, four and six batches, and the epochs of four steps that prove_hooks.py makes.
+# Save every five steps, and send signals between two saves. Both interrupt groups of two, three,
+# four and six batches, and the epochs of four steps that prove_hooks.py sets.
 CHECKPOINT_EVERY = 5
 SIGNAL_AFTER = 7
-# How far the weights of one process and several may be apart, relative to their change.
+# How far the weights may differ between one process and several, relative to their change.
 ROUNDING = 1e-3
 ROUNDING_IN_16_BITS = 0.1
-# And their figures, where both have the same weights: all recipes and examples agree to 1e-7.
+# The same for their figures with equal weights: all recipes and examples agree to 1e-7.
 ROUNDING_OF_FIGURES = 1e-6
 ROUNDING_OF_FIGURES_IN_16_BITS = 1e-2
-# Rounding grows from step to step, in some scripts up to the whole update. So the weights of one
-# process are rounded once more in a run of their own; several may grow so many times as far apart.
+# Rounding errors grow from step to step, in some scripts up to the whole update. So another run on
+# one process starts from weights with one more rounding error. How far it drifts, times this, is
+# how far several processes may drift.
 GROWTH = 10
-# Figures of training are sums that a resumed run adds in another order.
+# Training figures are sums, which a resumed run adds up in another order.
 ROUNDING_OF_SUMS = 1e-12
 FLAGS_OF_16_BITS = ("amp_dtype", "fp16_allreduce", "opt_level", "param_dtype")
 IN_32_BITS = (None, False, "fp32", "O0")
-# BatchNorm's statistics are those of each rank's batches; rank 0's are evaluated and saved.
+# BatchNorm's statistics, which differ between ranks; rank 0's are evaluated and saved.
 OF_A_RANK = re.compile(r"running_(mean|var)$")
-# What is the same in two runs even where sums are rounded otherwise.
+# Values that are equal in two runs even if sums round differently.
 NOT_ROUNDED = re.compile(r"(.*'s )?position\.|the batch")
-# What a row usually means, causes before what follows from them.
+# What a failed row usually means, causes before their consequences.
 MEANINGS = {
     "replicas": "the ranks hold different states, and a checkpoint keeps that of rank 0, or none",
     "batches": "`set_epoch` does not reach the sampler, or a rank does not take its own share",
@@ -69,7 +70,7 @@ MEANINGS = {
     "evaluation": "`model.eval()` is missing, `training=self.training` in F.dropout, or the model "
     "that is evaluated is not the one that is trained",
     "training": "`model.train()` is missing at the beginning of the loop",
-    "outside": "it changes in training, and a resumed run begins with a new one: put it in `state`",
+    "outside": "it changes in training, but a resumed run starts with a new one: put it in `state`",
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
     "rates": "`schedule.peak_lr` was not used for each parameter group",
@@ -79,7 +80,7 @@ MEANINGS = {
     "figures": "a figure is a mean of batches or of ranks instead of all samples, or padding or "
     "random numbers take part in it",
 }
-# A row and those that are wrong because of it: they are not explained.
+# A failed row, and the rows that fail because of it: these get no explanation.
 FOLLOWING = {
     "replicas": ("SIGKILL", "SIGTERM", "one process"),
     "batches": ("one process",),
@@ -99,12 +100,12 @@ class Proof:
         self.steps = steps
         self.folder = folder
         self.keep = keep
-        # {a key of MEANINGS: the check that is wrong}, and what check.py calls wrong.
+        # {key of MEANINGS: the check that failed}, and what check.py calls wrong.
         self.wrong = {}
         self.wrong_in_check = []
 
     def run(self, name: str, command=None, more=(), **environment) -> Path:
-        """Run it up to its last step, or to its signal; return the folder of what it recorded."""
+        """Run the script to its last step, or to its signal; return the folder with its records."""
         recorded = self.folder / name
         recorded.mkdir(exist_ok=True)
         words = [
@@ -124,7 +125,7 @@ class Proof:
         with open(printed, "w") as output:
             status = start_and_wait(words, variables, output)
         is_told = not {"PROVE_KILL", "PROVE_TERM"}.isdisjoint(environment)
-        # Where a resumed run ends early, its row says so.
+        # If a resumed run ends early, its row says so.
         may_end_early = is_told or number > 1
         if status != 0 and "PROVE_KILL" not in environment:
             problem = f"ended with status {status}"
@@ -137,7 +138,7 @@ class Proof:
         raise RunError(f"{shlex.join(words)} {problem}: {self.said(printed)}")
 
     def said(self, printed: Path) -> str:
-        """Why a run failed, and where the rest of what it printed is kept."""
+        """Why a run failed, and which file has the rest of its output."""
         if not self.keep:
             number, kept = tempfile.mkstemp(prefix="prove-", suffix=".txt")
             os.close(number)
@@ -145,9 +146,10 @@ class Proof:
         return f"{cause_in(printed)} (see {printed if self.keep else kept})"
 
     def interrupt(self, wrong: str, name: str, whole: Path, variable: str, next_step: int) -> None:
-        """Run it up to a signal, resume it with `next_step`, and compare it with the whole run.
+        """Run the script to a signal, resume it at `next_step`, and compare with the whole run.
 
-        `wrong` is the name of the signal, and `variable` tells prove_hooks.py of it.
+        `wrong` is the name of the signal; the environment variable `variable` has prove_hooks.py
+        send it.
         """
         check = f"{wrong} after step {SIGNAL_AFTER}, resumed"
         recorded = self.run(name, **{variable: str(SIGNAL_AFTER)})
@@ -155,17 +157,17 @@ class Proof:
         self.run(name)
         second_part = steps_of(recorded)[len(first_part) :]
         if first_part[-1]["step"] == self.steps:
-            self.row(check, "**it went on to its end**", wrong)
+            self.row(check, "**it ran to its end**", wrong)
         elif not second_part:
-            self.row(check, "**it does not go on**", wrong)
+            self.row(check, "**it does not resume**", wrong)
         elif second_part[0]["step"] < next_step:
             step = second_part[0]["step"]
-            self.row(check, f"**it goes on with step {step}, not with {next_step}**", wrong)
+            self.row(check, f"**it resumes with step {step}, not with {next_step}**", wrong)
         else:
             self.compare(check, whole, recorded, wrong)
 
     def row(self, check: str, result: str, wrong: str = "") -> None:
-        """Print a row; `wrong` is the key of what it usually means."""
+        """Print a row; `wrong` is its key in MEANINGS if it failed."""
         print(f"| {check} | {result} |", flush=True)
         if wrong:
             self.wrong[wrong] = check
@@ -178,7 +180,7 @@ class Proof:
         self.row("check.py", f"{verdict}: {text}")
 
     def explanations(self) -> list[str]:
-        """What the wrong rows usually mean, without those that follow from another."""
+        """What the failed rows usually mean, without those that follow from another one."""
         following = {each for wrong in self.wrong for each in FOLLOWING.get(wrong, ())}
         return [
             f"{self.wrong[wrong]}: {meaning}"
@@ -187,7 +189,7 @@ class Proof:
         ]
 
     def compare(self, check: str, whole: Path, other: Path, wrong: str) -> None:
-        """Bit by bit: the first step, rank and tensor or figure that differ."""
+        """Compare two runs bit by bit; print the first step, rank and value that differ."""
         difference = first_difference(trace(whole), trace(other))
         if not difference:
             self.row(check, "same bits")
@@ -197,7 +199,7 @@ class Proof:
             start = weights(whole / "before-1.pt")
             relative = distance(weights(whole / "end.pt"), weights(other / "end.pt"), start)
             apart = f"; {relative:.0e} of all updates apart at the end"
-            # More than two ranks add up in another order after a start.
+            # More than two ranks may sum in another order after each start.
             if ranks_of(whole) > 2:
                 more = self.more_than_rounding(whole, other)
                 if not more:
@@ -207,11 +209,11 @@ class Proof:
         self.row(check, f"**differs** from {difference}{apart}", wrong)
 
     def more_than_rounding(self, whole: Path, other: Path) -> str:
-        """Where two runs, which ended, differ by more than a rounding, in words."""
+        """Where two completed runs differ by more than rounding, in words."""
         difference = first_difference(trace(whole), trace(other), only=NOT_ROUNDED)
         if difference:
             return difference
-        # The first update of a resumed run has had no time to drift.
+        # In the first update of a resumed run rounding errors have not grown yet.
         for before in other.glob("before-*.pt"):
             step = before.stem.removeprefix("before-")
             name = f"after-{step}.pt"
@@ -231,7 +233,7 @@ class Proof:
 
 
 def start_and_wait(words: list[str], environment: dict, output) -> int:
-    """Run a command, and return its status; it ends when this process is told to."""
+    """Run a command, and return its status. It is ended if this process is told to end."""
     try:
         process = subprocess.Popen(
             words,
@@ -246,7 +248,7 @@ def start_and_wait(words: list[str], environment: dict, output) -> int:
     try:
         return process.wait()
     finally:
-        # torchrun gives its ranks half a minute.
+        # Longer than the 30 s that torchrun gives its ranks.
         for number, seconds in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
             if process.poll() is None:
                 os.killpg(process.pid, number)
@@ -255,10 +257,10 @@ def start_and_wait(words: list[str], environment: dict, output) -> int:
 
 
 def cause_in(printed: Path) -> str:
-    """The first line in which a rank names an error of its own, or the last line."""
+    """The first line with an error of a rank itself, or else the last line."""
     lines = printed.read_text(errors="replace").splitlines()
     named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
-    # Below it torchrun prints an error of its own, and a summary.
+    # torchrun then prints an error of its own, and a summary.
     errors = [line for line in lines if named.match(line) and "elastic" not in line]
     of_others = re.compile("another rank has ended|Connection (closed|reset) by peer|Broken pipe")
     own = [line for line in errors if not of_others.search(line)]
@@ -270,7 +272,7 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def steps_of(recorded: Path, rank: int = 0) -> list[dict]:
-    """What a rank wrote after each step; a resumed run repeats some."""
+    """The records of a rank after each step; a resumed run repeats some."""
     return lines_of(recorded / f"steps-{rank}.jsonl")
 
 
@@ -304,14 +306,14 @@ def figures_in(event: dict) -> dict[str, float]:
 
 
 def first_difference(whole: dict, other: dict, only: re.Pattern | None = None) -> str:
-    """Where two runs begin to differ, in words; empty if they are the same."""
+    """Where two runs start to differ, in words; empty if they are the same."""
     for step in sorted(whole):
         for rank, values in sorted(whole[step].items()):
             others = other.get(step, {}).get(rank)
             if others is None:
-                return f"step {step}: rank {rank} did not come to it"
+                return f"step {step}: rank {rank} did not reach it"
             for name, value in values.items():
-                # Those of other ranks than 0 begin anew after a resume.
+                # After a resume, ranks other than 0 start with rank 0's.
                 if rank > 0 and OF_A_RANK.search(name):
                     continue
                 if only and not only.match(name):
@@ -335,7 +337,7 @@ def in_words(name: str, value, other, rank: int) -> str:
 
 
 def difference_of_figures(whole: dict, other: dict, rounded: dict) -> str:
-    """Where figures differ by more than rounding changes them, in words."""
+    """Where figures differ by more than rounding, in words."""
     for step in sorted(whole):
         for name, value in whole[step][0].items():
             if not isinstance(value, float):
@@ -348,19 +350,19 @@ def difference_of_figures(whole: dict, other: dict, rounded: dict) -> str:
 
 
 def difference_of_ranks(recorded: Path) -> str:
-    """Where the ranks of a run begin to differ, in words."""
+    """Where the ranks of a run start to differ, in words."""
     for step, ranks in sorted(trace(recorded).items()):
         for rank in sorted(ranks):
             for name, value in ranks[0].items():
                 if name == "the batch" or OF_A_RANK.search(name):
                     continue
                 if ranks[rank].get(name, value) != value:
-                    return f"step {step}: {name} of rank {rank} is not that of rank 0"
+                    return f"step {step}: {name} of rank {rank} differs from rank 0's"
     return ""
 
 
 def all_have_answered(recorded: Path) -> bool:
-    """Whether each rank gave its answer to one batch, at some step."""
+    """Whether at some step each rank gave its answer to the same batch."""
     return any(
         all("the answer to one batch" in checksums for checksums in ranks.values())
         for ranks in trace(recorded).values()
@@ -368,13 +370,13 @@ def all_have_answered(recorded: Path) -> bool:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """{name: tensor} of all models in a file of prove_hooks."""
+    """{name: tensor} of all models in a file that prove_hooks.py wrote."""
     saved = leaves(torch.load(path, map_location="cpu"))
     return {name: value for name, value in saved if isinstance(value, torch.Tensor)}
 
 
 def distance(ours: dict, theirs: dict, start: dict) -> float:
-    """The difference of two sets of weights, relative to their change since `start`."""
+    """The distance between two sets of weights, relative to their change since `start`."""
     apart = 0.0
     whole = 0.0
     for name, value in ours.items():
@@ -387,16 +389,16 @@ def distance(ours: dict, theirs: dict, start: dict) -> float:
 
 
 def on_one_process(command: list[str], config: dict) -> list[str] | None:
-    """The same command for one process, or None if it does not say how many there are.
+    """The command for one process, or None if it does not have the number of processes.
 
-    `config` has the flags of the script, as a checkpoint has them.
+    `config` has the flags of the script, from a checkpoint.
     """
     # mp.spawn: the script itself starts them, and the last --gpus counts.
     if "mp.spawn" in config.get("saved_by", "") and config.get("nodes") == 1:
         return [*command, "--gpus", "1"]
     number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|-np|-n)(=\d+)?$")
     for place, word in enumerate(command):
-        # What follows is the script's.
+        # The words after the script are its flags.
         is_module = place > 0 and command[place - 1] == "-m"
         is_launcher = word.startswith("torch.distributed.")
         if word.endswith(".py") or (is_module and not is_launcher):
@@ -428,7 +430,7 @@ def prove(proof: Proof) -> None:
 
 
 def check(proof: Proof) -> None:
-    """The rows of check.py that are not right, from a run with its hooks."""
+    """Add the rows of check.py that are not ok, from a run with its hooks."""
     events = proof.folder / "check"
     events.mkdir()
     # Without torch.compile, which would trace the hooks.
@@ -440,7 +442,7 @@ def check(proof: Proof) -> None:
 
 
 def look(proof: Proof, whole: Path) -> None:
-    """The rows that one run shows."""
+    """Print the rows that one run is enough for."""
     ranks = ranks_of(whole)
     if ranks > 1:
         look_at_ranks(proof, whole, ranks)
@@ -452,7 +454,7 @@ def look(proof: Proof, whole: Path) -> None:
 
 
 def look_at_ranks(proof: Proof, whole: Path, ranks: int) -> None:
-    """Whether they hold the same, and draw other random numbers."""
+    """Whether the ranks hold the same state, but draw different random numbers."""
     check = f"the {ranks} ranks hold the same"
     if difference := difference_of_ranks(whole):
         proof.row(check, f"**no** from {difference}", "replicas")
@@ -474,7 +476,7 @@ def look_at_ranks(proof: Proof, whole: Path, ranks: int) -> None:
 
 
 def look_at_batches(proof: Proof, whole: Path, ranks: int) -> None:
-    """Whether each rank and each epoch has its own."""
+    """Whether each rank and each epoch has its own batches."""
     epochs = []
     for rank in range(ranks):
         of_rank = {}
@@ -485,17 +487,17 @@ def look_at_batches(proof: Proof, whole: Path, ranks: int) -> None:
     first, second, *_ = epochs[0]
     alike = [rank for rank in range(1, ranks) if epochs[rank] == epochs[0]]
     if alike:
-        proof.row(check, f"**rank {alike[0]} has those of rank 0**", "batches")
+        proof.row(check, f"**rank {alike[0]} has the batches of rank 0**", "batches")
     elif first != second:
-        proof.row(check, "other ones in each epoch" + (" and on each rank" if ranks > 1 else ""))
+        proof.row(check, "different in each epoch" + (" and on each rank" if ranks > 1 else ""))
     elif steps_of(whole)[0]["shuffled"]:
-        proof.row(check, "**the second epoch has those of the first**", "batches")
+        proof.row(check, "**the second epoch has the batches of the first**", "batches")
     else:
         proof.row(check, "look: the same in each epoch, as the sampler does not shuffle")
 
 
 def look_at_weights(proof: Proof, whole: Path) -> None:
-    """Whether each one that is to train has changed."""
+    """Whether each weight that should train has changed."""
     check = "each weight changes"
     start, end = weights(whole / "before-1.pt"), weights(whole / "end.pt")
     known = steps_of(whole)[-1]["weights"]
@@ -527,7 +529,7 @@ def listed(names: list[str]) -> str:
 
 
 def look_at_evaluation(proof: Proof, whole: Path) -> None:
-    """In which mode it is, with which weights, and whether it changes some."""
+    """Whether an evaluation is in evaluation mode, uses trained weights, and changes none."""
     check = "an evaluation"
     paths = sorted(whole.glob("evaluations-*.jsonl"))
     if not paths:
@@ -535,7 +537,7 @@ def look_at_evaluation(proof: Proof, whole: Path) -> None:
         return
     of_ranks = [lines_of(path) for path in paths]
     modes = sorted({mode for lines in of_ranks for line in lines for mode in line["modes"]})
-    # The others get BatchNorm's statistics of rank 0.
+    # Rank 0 only: the other ranks get its BatchNorm statistics.
     lines = of_ranks[0]
     changed = sorted({name for line in lines for name in line["changed"]})
     # {step: the weights that no checkpoint has, each with its checksum}
@@ -558,7 +560,7 @@ def look_at_evaluation(proof: Proof, whole: Path) -> None:
 
 
 def look_at_training(proof: Proof, whole: Path) -> None:
-    """Whether it is in training mode after an evaluation as well."""
+    """Whether training is in training mode again after an evaluation."""
     check = "training after an evaluation"
     for line in steps_of(whole):
         if modules := line["no_longer_trained"]:
@@ -569,7 +571,7 @@ def look_at_training(proof: Proof, whole: Path) -> None:
 
 
 def look_outside(proof: Proof, whole: Path) -> None:
-    """What changes in training, and is not saved."""
+    """What changes in training, but is not saved."""
     check = "changes, and is in no checkpoint"
     outside = next((line["outside"] for line in steps_of(whole) if "outside" in line), [])
     if outside:
@@ -579,10 +581,10 @@ def look_outside(proof: Proof, whole: Path) -> None:
 
 
 def compare_variables(proof: Proof, ranks: int) -> None:
-    """The script's numbers that a signal changes: they may be a part of the training."""
+    """The script's numbers that differ after a resume: they may be part of the training."""
     runs = [proof.folder / name for name in ("whole", "again", "killed", "told")]
     of_whole, *of_others = [steps_of(recorded)[-1].get("variables", {}) for recorded in runs]
-    # More than two ranks add up in another order after a start.
+    # More than two ranks may sum in another order after each start.
     rounding = ROUNDING if ranks > 2 else 0
     of_again, of_killed, of_told = [
         {
@@ -604,22 +606,22 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     config = saved["config"]
     command = on_one_process(proof.command, config)
     if command is None:
-        proof.row(check, "not tried: the command names no number of processes")
+        proof.row(check, "not tried: the command has no number of processes")
         return
     if not {"global_batch", "peak_lr"} <= config.keys():
         proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
         return
-    # In the first step SIGTERM would end it at once.
+    # After two steps: during the first one SIGTERM would end it at once.
     compare_rates(proof, whole, proof.run("rates", command, PROVE_TERM="2"), ranks)
     if steps_of(whole)[0]["has_batch_norm"]:
-        proof.row("BatchNorm", "takes the statistics of a rank; in the rows below, of a sample")
-    # The same for both, and the rate is that of the whole run.
+        proof.row("BatchNorm", "uses the statistics of a rank; in the rows below, of a sample")
+    # Both runs get the global batch and the rate of the whole run.
     same_training = (
         *("--global-batch-size", str(config["global_batch"])),
         *("--lr", repr(config["peak_lr"])),
     )
 
-    # Without what each rank has of its own, dropout and BatchNorm's statistics: they would hide a
+    # Without dropout and BatchNorm's statistics, which each rank has of its own: they would hide a
     # wrong loss.
     def run(name, command, **environment):
         return proof.run(name, command, same_training, PROVE_LIKE_ONE="1", **environment)
@@ -647,7 +649,7 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
 
 
 def compare_rates(proof: Proof, whole: Path, one: Path, ranks: int) -> None:
-    """Whether those of all parameter groups grow alike with the number of processes."""
+    """Whether the rates of all parameter groups grow alike with the number of processes."""
     rates, of_one = steps_of(whole)[0]["rates"], steps_of(one)[0]["rates"]
     factors = {name: rates[name] / of_one[name] for name in rates if of_one.get(name)}
     check = f"rates on {ranks} processes"
@@ -664,7 +666,7 @@ def compare_rates(proof: Proof, whole: Path, one: Path, ranks: int) -> None:
 
 
 def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding: float) -> None:
-    """Compare the figures of `ranks` processes and of one, which had the same weights."""
+    """Compare the figures of `ranks` processes with those of one, for the same weights."""
     check = "evaluated on one process"
     furthest = 0.0
     for name, value in several.items():
@@ -672,7 +674,7 @@ def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding
         if math.isnan(value) and math.isnan(of_one):
             continue
         apart = abs(value - of_one) / max(abs(value), abs(of_one), 1e-6)
-        # It may be NaN.
+        # `not <`, as it may be NaN.
         if not apart < rounding:
             values = f"{name} is {value:.9g} on {ranks} processes, {of_one:.9g} on one"
             proof.row(check, f"**differs**: {values}", "figures")
@@ -684,7 +686,7 @@ def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding
 
 
 def figures(recorded: Path) -> dict:
-    """Those of a run that do not depend on its training: of its last evaluation and first step."""
+    """The figures of the last evaluation, whose weights are given, and of the first step."""
     found = {}
     for event in results.read(recorded / "log" / "results.jsonl"):
         of_event = figures_in(event)
@@ -696,7 +698,7 @@ def figures(recorded: Path) -> dict:
 
 
 def furthest_apart(ours: dict, theirs: dict) -> str:
-    """The name of the weight that has most of the difference."""
+    """The name of the weight that differs most."""
     apart = {
         name: (value.double() - theirs[name].double()).norm().item()
         for name, value in ours.items()
@@ -706,15 +708,17 @@ def furthest_apart(ours: dict, theirs: dict) -> str:
 
 
 def end_by_signal(number, frame):
-    """Let what runs end: start_and_wait() ends its command."""
+    """Exit, so that start_and_wait() ends its command."""
     sys.exit(128 + number)
 
 
 def main():
     parser = flags.Parser(__doc__)
-    parser.add_argument("--steps", type=flags.positive_int, default=12, help="of each run")
+    parser.add_argument("--steps", type=flags.positive_int, default=12, help="steps of each run")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep outputs and checkpoints")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="as you start the script")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="the command that starts the script"
+    )
     args = parser.parse_args()
     if not args.command:
         raise InputError("give the command that starts the script, such as: python train.py")

@@ -1,13 +1,13 @@
-"""What scripts/check.py has each process of a run write down, one JSON line per event in CHECK/PID.
+"""Hooks for scripts/check.py: each process of a run writes its events to CHECK/PID.jsonl.
 
-The script is not edited, and no collective is added. CHECK_MODE says which run this is:
+The script is not edited, and the hooks add no collective. CHECK_MODE says which run this is:
 
     watch      the script as it is; long passes over a loader are cut short
     prove      the script as it is, within a run of prove.py
-    share      three steps without dropout, BatchNorm per sample, and the evaluation behind them
+    share      three steps without dropout, BatchNorm per sample, and the next evaluation
     whole      the same three steps, in which each rank gets the batches of all ranks
     one        the same on one process
-    regrouped  as share; the samples of an evaluation come in batches of other sizes
+    regrouped  like share, but an evaluation gets its samples in batches of other sizes
 """
 
 import collections
@@ -30,14 +30,14 @@ from hook_tools import (
     split_batch_norm,
 )
 
-# A step is written down in full if it is one of the first, and then every so often.
+# The first steps are recorded in full, and then one in so many.
 FIRST = 5
 EVERY = 50
 # A pass ends after so many batches and steps, and the run after so many passes that train.
 BATCHES = 50
 STEPS = 10
 PASSES = 3
-# Those of the runs that are compared.
+# The steps of the runs that are compared.
 COMPARED_STEPS = 3
 COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 GATHERS = ("all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
@@ -46,7 +46,7 @@ LOSSES += ("binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_lo
 
 
 class Watcher:
-    """This process: what it has done so far, and the file that says so."""
+    """Records what this process does, and writes events to its file."""
 
     def __init__(self, torch):
         self.torch = torch
@@ -63,7 +63,7 @@ class Watcher:
         self.weights = {}
         self.roots = {}
         self.kept = {"start": {}, "end": {}, "gradients": {}}
-        # The modules whose forward is running, from the outermost on, and what was called how.
+        # The modules whose forward is running, outermost first; and {id: (module, whether nested)}.
         self.running = []
         self.called = {}
         self.gathers = 0
@@ -91,7 +91,7 @@ class Watcher:
         self.scaler = None
         # The optimizers whose gradients were set to zero since their last step.
         self.zeroed = set()
-        # Folders that the script has made.
+        # Folders that the script has created.
         self.made = []
         # Whether it computes in 16 bits.
         self.short = False
@@ -101,14 +101,14 @@ class Watcher:
             with open(path) as file:
                 self.batches = json.load(file)
 
-    # What is written down.
+    # Events.
 
     def emit(self, event, **more):
-        """Write an event; a forked worker of a loader writes a file of its own."""
+        """Write an event; a forked loader worker has its own file."""
         line = {"event": event, "rank": self.rank(), "step": self.steps}
         line |= {"reductions": self.reductions, "gathers": self.gathers, **more}
         with open(f"{self.folder}/{os.getpid()}.jsonl", "a") as file:
-            # Not print(), which is hooked.
+            # Not print(): it is hooked.
             file.write(json.dumps(line, default=str) + "\n")
 
     def emit_once(self, event, *key, **more):
@@ -117,7 +117,7 @@ class Watcher:
             self.emit(event, **more)
 
     def rank(self):
-        """That of this process, also once the script has left its group."""
+        """This process's rank, also after the script has destroyed its group."""
         distributed = self.torch.distributed
         hvd = sys.modules.get("horovod.torch")
         if distributed.is_available() and distributed.is_initialized():
@@ -127,11 +127,11 @@ class Watcher:
         return self.known_rank
 
     def end(self):
-        """Write what is written at the end, and end the process as if the script were over."""
+        """Write the last events, and end the process as if the script were finished."""
         self.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Other ranks may still need an answer of this one.
+        # Other ranks may still wait for an answer of this one.
         time.sleep(0.5)
         os._exit(0)
 
@@ -207,9 +207,9 @@ class Watcher:
             self.keep(weights)
 
     def keep(self, weights):
-        """Keep what is compared with another run, which has to take no more steps than that."""
+        """Keep what is compared between runs, and end the run when it has all of that."""
         gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
-        # Those of the first step.
+        # Keep the gradients of the first step only.
         self.kept["gradients"] = copies(gradients) | self.kept["gradients"]
         if self.steps == COMPARED_STEPS:
             for optimizer in self.optimizers:
@@ -219,14 +219,14 @@ class Watcher:
             self.end()
 
     def is_over(self):
-        """Whether enough passes have trained, or enough steps of one without an end."""
+        """Whether enough passes were trained on, or enough steps of an infinite one."""
         used = [each for each in self.passes if each.place in self.used]
         if not all(each.is_finite for each in used) or not used:
             return self.steps >= PASSES * BATCHES
         return self.begins_pass and self.rounds >= PASSES
 
     def find_modules(self):
-        """Find the modules that are part of no other one, and the names of their weights."""
+        """Find the root modules, which are in no other one, and name their weights."""
         import gc
 
         nn = self.torch.nn
@@ -248,14 +248,14 @@ class Watcher:
         return [(f"{which}.{number}:{name}", weight) for number, (name, weight) in numbered]
 
     def is_shard(self, name, value):
-        """Whether this is a rank's share of a weight, and not all of it."""
+        """Whether `value` is this rank's shard of a weight, not the full weight."""
         weight = self.weights.get(str(name))
         if weight is None or not hasattr(weight, "to_local") or not is_tensor(value):
             return False
         return hasattr(value, "to_local") or value.shape != weight.shape
 
     def tell_lost(self):
-        """Write the parameters that forward has used, and that no optimizer has."""
+        """Report the parameters that a forward has used, but that no optimizer has."""
         import gc
 
         existing = [
@@ -275,7 +275,7 @@ class Watcher:
                 self.emit("lost", names=sorted(lost), nested=nested)
 
     def before_backward(self, *_, **__):
-        """What the forwards before it have used is trained on."""
+        """Count the batches of the forwards so far as training data."""
         self.backwards += 1
         self.used |= self.unsure
         self.unsure = set()
@@ -286,7 +286,7 @@ class Watcher:
     # Forwards.
 
     def before_forward(self, module, args):
-        # Transforms of a data set are modules, too.
+        # Not the transforms of a data set, which are modules, too.
         if self.is_fetching:
             return
         torch = self.torch
@@ -315,7 +315,7 @@ class Watcher:
             self.look_at_mode(module, is_norm, with_gradient)
 
     def look_at_weights(self, model):
-        """Those of a model that is evaluated, once in a pass."""
+        """Record the weights of a model that is evaluated, once per pass."""
         key = (*sorted(self.pending), id(model))
         if ("weights", *key) not in self.told:
             crc = [checksum(weight) for weight in model.parameters()]
@@ -323,9 +323,9 @@ class Watcher:
 
     def look_at_mode(self, module, is_norm, with_gradient):
         current = sorted(self.pending)
-        # Who lets a part of a model be in another mode than the model has a reason.
+        # Judge by the mode of the root: a part in another mode is so on purpose.
         root = self.running[0]
-        # A wrapper is in training mode, whatever the model in it is.
+        # The mode of the model, not of its wrapper, which stays in training mode.
         root = getattr(root, "module", root)
         key = (*current, is_norm, module.training, with_gradient, root.training, id(root))
         self.emit_once(
@@ -347,12 +347,12 @@ class Watcher:
             return
         half = self.torch.float16, self.torch.bfloat16
         self.short |= is_tensor(output) and output.dtype in half
-        # A forward that raised has left those within it.
+        # A forward that raised an error has left inner modules on the stack.
         while self.running and self.running.pop() is not module:
             pass
 
     def drew(self, tensor):
-        """Dropout draws its mask now."""
+        """Record the random state from which dropout draws a mask."""
         if self.steps < FIRST and self.torch.is_grad_enabled():
             on_gpu = tensor.device.type == "cuda"
             generator = self.torch.cuda if on_gpu else self.torch
@@ -362,7 +362,7 @@ class Watcher:
     # Passes over loaders.
 
     def cuts(self, indices):
-        """Whether the pass ends here, so that a long one takes no longer than need be."""
+        """Whether to end the pass here, to cut a long one short."""
         if not indices.is_finite:
             return False
         steps = self.steps - indices.steps_before
@@ -375,7 +375,7 @@ class Watcher:
         return enough and indices.fetched >= BATCHES
 
     def fetch(self, original, iterator):
-        """In place of a loader's next batch."""
+        """Replaces the __next__() of a loader's iterator."""
         indices = iterator._index_sampler
         if self.cuts(indices):
             indices.drain()
@@ -392,8 +392,8 @@ class Watcher:
         indices.fetched += 1
         if not indices.is_mapped and indices.fetched <= BATCHES:
             indices.inputs.append([checksum_of_part(part) for _, part in leaves(batch)])
-        # What was fetched since the last forward is for the next one; a script may only have looked
-        # at a batch of an earlier pass.
+        # The next forward uses the batches fetched since the last one, but only the last pass over
+        # each loader: the script may just have looked at a batch of an earlier pass.
         if self.forward_since_fetch:
             self.pending = set()
             self.forward_since_fetch = False
@@ -402,7 +402,7 @@ class Watcher:
         return batch
 
     def end_pass(self, indices):
-        # A forward without a backward: an evaluation, also where no_grad() is forgotten.
+        # A forward without a backward is an evaluation, even if no_grad() was forgotten.
         self.evaluated |= self.unsure & {indices.place}
         self.unsure -= {indices.place}
         indices.tell()
@@ -412,22 +412,22 @@ class Watcher:
     # Figures, and waits.
 
     def figure(self, value):
-        """A number that the script has taken from a tensor, or a text that it has printed."""
+        """Record a number that the script has read from a tensor, or a text that it has printed."""
         if self.is_compared and self.after_evaluation:
             self.emit("figure", value=value)
 
     def waited(self, where):
-        """A tensor's value was asked for: on a GPU, Python waits for it here."""
+        """Record that the script reads a tensor's value, for which Python waits on a GPU."""
         if self.trained and self.pending <= self.trained:
             self.waits_of_step.add(where)
 
 
 class Indices:
-    """The index sampler of a loader's iterator: what it gives is written down."""
+    """Wraps the index sampler of a loader's iterator, and records what it yields."""
 
     def __init__(self, watcher, loader, sampler):
         self.watcher = watcher
-        # Keeps it alive, too: its id stands for it.
+        # This also keeps the loader alive: its id must stay unique.
         self.loader = loader
         self.sampler = sampler
         self.is_mapped = loader._dataset_kind == 0
@@ -439,7 +439,7 @@ class Indices:
 
     def __iter__(self):
         watcher = self.watcher
-        # Workers that stay begin the next pass with the same iterator.
+        # Persistent workers start the next pass with the same iterator.
         self.tell()
         numbers = watcher.loaders.setdefault(id(self.loader), [len(watcher.loaders), 0])
         self.place = tuple(numbers)
@@ -449,7 +449,7 @@ class Indices:
         self.steps_before = watcher.steps
         self.before = watcher.reductions + watcher.gathers
         self.given = []
-        # Checksums of batches, where a stream gives no indices.
+        # Checksums of batches, for a stream, which has no indices.
         self.inputs = []
         self.done = False
         self.is_told = False
@@ -469,21 +469,21 @@ class Indices:
         self.done = True
 
     def content(self):
-        """Checksums of a few samples: whether the data sets of the ranks are the same."""
+        """Checksums of two samples, to see whether all ranks have the same data set."""
         torch, data = self.watcher.torch, self.loader.dataset
         try:
             items = [OfItsIndex(torch, data)[number] for number in (0, len(data) - 1)]
-        # It may be anybody's.
+        # The data set is the script's: it may raise anything.
         except Exception:
             return None
         return [[checksum_of_part(part) for _, part in leaves(item)] for item in items]
 
     def drain(self):
-        """Let it give what is left, which nobody fetches."""
+        """Exhaust the sampler, to record the indices that are not fetched."""
         collections.deque(self.running, maxlen=0)
 
     def tell(self):
-        """Write the pass, once it is over, or the run is."""
+        """Write the event of this pass, when the pass or the run is over."""
         if self.is_told:
             return
         self.is_told = True
@@ -513,7 +513,7 @@ class Indices:
 
 
 class OfItsIndex:
-    """A data set whose random numbers depend on the index of a sample alone."""
+    """A data set whose random numbers depend only on the index of the sample."""
 
     def __init__(self, torch, dataset):
         self.torch = torch
@@ -538,7 +538,7 @@ class OfItsIndex:
 
 
 def checksum_of_part(part):
-    """Of a part of a sample: a tensor, an array, an image, a number or a text."""
+    """A checksum of part of a sample: a tensor, an array, an image, a number or a string."""
     if is_tensor(part):
         return checksum(part)
     if hasattr(part, "tobytes"):
@@ -554,7 +554,7 @@ def has_length(sampler):
 
 
 def is_shuffled(torch, sampler):
-    """Whether a sampler of torch shuffles; None for a sampler of the script."""
+    """Whether a sampler of torch shuffles; None for any other."""
     data = torch.utils.data
     if isinstance(sampler, data.DistributedSampler):
         return sampler.shuffle
@@ -564,7 +564,7 @@ def is_shuffled(torch, sampler):
 
 
 def is_split_otherwise(weight):
-    """Whether a weight is spread over the ranks in another way than that of FSDP."""
+    """Whether a weight is sharded in another way than FSDP does it."""
     if not hasattr(weight, "to_local"):
         return False
     fsdp = weight.device_mesh.ndim == 1 and all(
@@ -574,7 +574,7 @@ def is_split_otherwise(weight):
 
 
 def copies(named):
-    """{name: the part that this rank has, in float32}"""
+    """{name: this rank's part of the tensor, in float32}."""
     found = {}
     for name, tensor in named:
         found[name] = local(tensor).detach().cpu().float().clone()
@@ -587,14 +587,14 @@ def has_gradient(optimizer):
 
 
 def checksum_of_gradient(weight):
-    """None without a gradient, 0 where all of it is 0."""
+    """A checksum of the gradient: None without one, 0 if it is all 0."""
     if weight.grad is None:
         return None
     return checksum(weight.grad) if local(weight.grad).count_nonzero() else 0
 
 
 def states(torch):
-    """Checksums of the states of the generators that a script may use without a name."""
+    """Checksums of the states of the default random generators."""
     import numpy
 
     found = [zlib.crc32(repr(random.getstate()).encode())]
@@ -607,12 +607,12 @@ def states(torch):
 
 
 def caller():
-    """file:line of the script that has called a patched function; None if torch has, or we."""
+    """file:line of the script that called a patched function; None if torch or a hook did."""
     frame = sys._getframe()
     while frame.f_code.co_name != "patched":
         frame = frame.f_back
     frame = frame.f_back
-    # print(), format() and others of a tensor.
+    # Skip the frames of print(tensor), format(tensor) and the like.
     while os.path.basename(frame.f_code.co_filename) in ("_tensor.py", "_tensor_str.py"):
         frame = frame.f_back
     path = frame.f_code.co_filename
@@ -621,7 +621,7 @@ def caller():
     return f"{os.path.basename(path)}:{frame.f_lineno}"
 
 
-# What is hooked. Each part names the rows that cannot be seen without it.
+# Hooks. Each has the name of the rows that need it.
 
 
 def install(torch):
@@ -639,7 +639,7 @@ def install(torch):
         "files": hook_files,
     }
     for rows, hook in parts.items():
-        # A private name of torch may be gone.
+        # Another version of torch may lack a private name.
         try:
             hook(watcher, torch)
         except (AttributeError, ImportError) as error:
@@ -647,17 +647,17 @@ def install(torch):
     if watcher.is_compared:
         import numpy
 
-        # Where a script has no seed, all runs begin alike.
+        # Let all runs start alike even if the script sets no seed.
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-    # At the end of a process, also of one that multiprocessing has started.
+    # At exit, also of processes that multiprocessing has started.
     multiprocessing.util.Finalize(None, watcher.close, exitpriority=100)
     install.watcher = watcher
 
 
 def install_horovod(hvd):
-    """Horovod's collectives."""
+    """Hook Horovod's collectives."""
     watcher = install.watcher
     for name in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"):
         around(hvd, name, after=lambda *_, **__: count(watcher, "reductions"))
@@ -782,13 +782,13 @@ def hook_clipping(watcher, torch):
         watcher.scaled = False
 
     def clipped(norm, *_, **__):
-        # That of shards is the same on all ranks.
+        # Not the norm of shards, which is the same on all ranks anyway.
         if watcher.steps < FIRST and is_tensor(norm) and not hasattr(norm, "to_local"):
             watcher.emit("clip", norm=float(norm), scaled=watcher.scaled)
 
     around(torch.amp.GradScaler, "scale", after=scaled)
     around(torch.amp.GradScaler, "unscale_", after=unscaled)
-    # A fused optimizer unscales in its step.
+    # scaler.step() unscales; a fused optimizer does so in its step.
     around(torch.amp.GradScaler, "step", unscaled)
     around(torch.nn.utils, "clip_grad_norm_", after=clipped)
     torch.nn.utils.clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
@@ -799,7 +799,7 @@ def hook_files(watcher, torch):
         content, path = obj, getattr(f, "name", f)
         if not isinstance(path, str | os.PathLike):
             return
-        # An open file is a new one, which the script may rename.
+        # Remember the file, which may be a temporary one that the script renames.
         watcher.told.add(os.path.realpath(path))
         if path is f:
             keep_a_copy(watcher, path)
@@ -817,7 +817,7 @@ def hook_files(watcher, torch):
         )
 
     def audited(event, args):
-        # The event comes before the call, also where the folder is there already.
+        # The event comes before the call, even if the folder exists.
         if event == "os.mkdir" and not os.path.exists(args[0]):
             watcher.made.append(os.path.realpath(args[0]))
         copies_a_file = event in ("os.rename", "os.link", "shutil.copyfile")
@@ -836,12 +836,12 @@ def hook_files(watcher, torch):
 
 
 def keep_a_copy(watcher, path):
-    """Before a file is written: check.py puts the old one back, or removes the new one."""
+    """Copy a file before it is overwritten; check.py restores it, or removes a new one."""
     path = os.path.realpath(path)
     kept = f"{watcher.folder}/file-{zlib.crc32(path.encode())}"
     try:
         os.close(os.open(kept, os.O_CREAT | os.O_EXCL))
-    # Another rank does, or this one has.
+    # Another rank has done so, or this one has before.
     except FileExistsError:
         return
     exists = os.path.exists(path)
@@ -853,7 +853,7 @@ def keep_a_copy(watcher, path):
 
 
 def install_fsdp(fsdp):
-    """The weights of a module, before fully_shard cuts each rank's share from its own."""
+    """Record the weights of a module before fully_shard, which shards each rank's own copy."""
     watcher = install.watcher
 
     def before(module, *_, **__):

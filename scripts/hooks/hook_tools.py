@@ -4,7 +4,7 @@ import functools
 
 
 def around(owner, name, before=None, after=None):
-    """Patch a function: call `before`, it, and `after` with its result and that of `before`."""
+    """Patch a function: first call `before`, then the function, then after(result, before's)."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -20,13 +20,13 @@ def around(owner, name, before=None, after=None):
 
 
 def leave_out_dropout(torch, drew=None, leave_out=True):
-    """Let no mask be drawn, as each rank draws its own; call drew(input) where one would be."""
+    """Turn dropout off, as ranks draw different masks; call drew(input) in place of drawing one."""
     functional = torch.nn.functional
 
     def without(name, by_default):
         original = getattr(functional, name)
 
-        # torch.compile asks for its name.
+        # torch.compile needs the name of the function.
         @functools.wraps(original)
         def call(x, p=0.5, training=by_default, inplace=False):
             if training and p and drew:
@@ -51,7 +51,7 @@ def leave_out_dropout(torch, drew=None, leave_out=True):
 
 
 def split_batch_norm(torch):
-    """Let BatchNorm normalise each sample by itself, as each rank has a batch of its own."""
+    """Let BatchNorm normalise each sample by itself, as each rank has its own batch."""
     functional = torch.nn.functional
     of_batch = functional.batch_norm
 
@@ -65,15 +65,15 @@ def split_batch_norm(torch):
 
 
 def normalise_each_sample(batch_norm, x):
-    """In place of the forward of a BatchNorm."""
+    """Replaces the forward of a BatchNorm module."""
     return normalise(x, batch_norm.weight, batch_norm.bias, batch_norm.eps)
 
 
 def normalise(x, weight, bias, eps):
-    """With the mean and the variance of a sample's channels."""
+    """Normalise by the mean and the variance over all channels of each sample."""
     from torch.nn import functional
 
-    # Apex has weights of another type here than activations.
+    # With Apex, weights and activations may have different types here.
     values = x if weight is None else x.to(weight.dtype)
     return functional.group_norm(values, 1, weight, bias, eps).to(x.dtype)
 
@@ -96,7 +96,7 @@ def leaves(value, name=""):
 
 
 def local(tensor):
-    """The part of a tensor that this rank has, with its zeros."""
+    """This rank's part of a tensor, dense."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     return tensor.to_dense() if tensor.is_sparse else tensor
@@ -109,7 +109,7 @@ def checksum(value):
 
     if not is_tensor(value):
         return zlib.crc32(repr(value).encode())
-    # It has no values.
+    # A meta tensor has no values.
     if value.device.type == "meta":
         return 0
     data = local(value).detach().cpu().contiguous().flatten()

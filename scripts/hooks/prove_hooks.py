@@ -1,12 +1,12 @@
-"""What scripts/prove.py has each rank write down, once its script has imported common/run.py.
+"""Hooks for scripts/prove.py, installed once the script has imported common/run.py.
 
-A line of PROVE/steps-N.jsonl for each step of rank N has a checksum of each tensor of `state`, of
-the batch and of the random numbers, and the rates. A line of PROVE/evaluations-N.jsonl says what an
-evaluation computed with. Rank 0 keeps its weights before and after the first step of a process and
-at the end. It also sends the signal that the proof is about.
+For each step rank N writes a line to PROVE/steps-N.jsonl: checksums of each tensor of `state`, of
+the batch and of the random states, and the rates. A line of PROVE/evaluations-N.jsonl describes the
+modes and weights of an evaluation. Rank 0 saves its weights before and after the first step of a
+process, and at the end. The hooks also send the signal of the proof.
 
 An epoch ends after EPOCH_STEPS steps, and an evaluation has VAL_SAMPLES samples, in batches of
-VAL_BATCH: so little time shows several of both, and neither divides evenly.
+VAL_BATCH: so a short run has several of both, and neither divides evenly.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ import types
 from hook_tools import checksum, is_tensor, leave_out_dropout, leaves, normalise_each_sample
 
 EPOCH_STEPS = 4
-# No number of ranks or samples of a batch divides it.
+# A prime, so that no number of ranks and no batch size divides it.
 VAL_SAMPLES = 37
 VAL_BATCH = 5
-# What changes in training has changed by then.
+# After so many steps, everything that training changes has changed.
 LOOK_AGAIN_AFTER = 3
-# A list with more numbers is data.
+# A longer list of numbers is data, not state.
 LONGEST_VARIABLE = 20
-# The parts of the state that Run adds.
+# The parts that Run adds to the state.
 OF_THE_RUN = ("position", "sums", "best")
 LIKE_ONE = "PROVE_LIKE_ONE" in os.environ
 
-# That of this process, once its training begins.
+# The Recorder of this process, once training has started.
 recorder = None
 
 
 def install_nn(module):
-    """Let each kind of dropout say that it draws, or draw nothing."""
+    """Let each kind of dropout report that it draws, or turn it off."""
     torch = types.SimpleNamespace(nn=module)
     leave_out_dropout(torch, drew=note_draw, leave_out=LIKE_ONE)
 
@@ -52,7 +52,7 @@ def note_draw(_):
 
 
 def install(module):
-    """Let common.run tell a Recorder of each step, save and evaluation."""
+    """Let common.run report each step, save and evaluation to a Recorder."""
     run_class = module.Run
     steps, save, batches = run_class.steps, run_class.save, run_class.batches
     seed_step = module.seed_step
@@ -81,7 +81,7 @@ def install(module):
         if recorder is None:
             yield from batches(run, loader)
             return
-        # Some evaluate on training data.
+        # Some scripts evaluate on training data.
         if loader is not recorder.train_loader:
             shorten(loader)
         with recorder.evaluation():
@@ -92,7 +92,7 @@ def install(module):
         if recorder is None:
             return
         recorder.saved = recorder.checksums_of_weights()
-        # Before the last evaluation.
+        # This is the save before the last evaluation.
         if "PROVE_EVALUATE" in os.environ and recorder.steps == run.position.max_steps:
             recorder.take_weights(os.environ["PROVE_EVALUATE"])
 
@@ -104,7 +104,7 @@ def install(module):
 
 
 def short_epochs(position_class):
-    """A Position with EPOCH_STEPS steps in an epoch. The rates rise as slowly as in long ones."""
+    """A Position with EPOCH_STEPS steps per epoch, but with the rates of full-length epochs."""
 
     class ShortEpochs(position_class):
         @property
@@ -127,8 +127,8 @@ def short_epochs(position_class):
 
 
 def shorten(loader):
-    """Let an evaluation be of the first samples of its data set alone, in small batches."""
-    # A DataLoader keeps both there.
+    """Limit an evaluation to the first samples of its data set, in small batches."""
+    # A DataLoader has its sampler and batch size there.
     holder = getattr(loader, "batch_sampler", None)
     if holder is None:
         holder = loader
@@ -136,16 +136,16 @@ def shorten(loader):
     if sampler is None or hasattr(holder, "is_short"):
         return
     if hasattr(sampler, "num_replicas"):
-        # torch's DistributedSampler makes equal shares of what its data set has.
+        # torch's DistributedSampler makes equal shares of its whole data set.
         data_set = range(min(VAL_SAMPLES, len(sampler.dataset)))
         options = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         sampler.__init__(data_set, *(getattr(sampler, option) for option in options))
     elif hasattr(sampler, "global_batch"):
-        # EpochSampler leaves out what fills no global batch.
+        # EpochSampler drops samples that do not fill a global batch.
         sampler.length = max(min(VAL_SAMPLES, sampler.length), sampler.global_batch)
         sampler.set_epoch(sampler.epoch)
     else:
-        # It may give something else than numbers.
+        # The sampler may yield something other than numbers.
         with contextlib.suppress(TypeError):
             holder.sampler = [index for index in sampler if index < VAL_SAMPLES]
     holder.batch_size = VAL_BATCH
@@ -162,15 +162,15 @@ class Recorder:
         self.folder = os.environ["PROVE"]
         self.steps = run.position.steps
         self.first = self.steps + 1
-        # Before the schedule has changed them.
+        # The peak rates, before the schedule changes them.
         self.peaks = self.rates()
-        # Checksums of the batches of a step, and of the random states that it began with.
+        # Checksums of the batches of a step, and of the random states at its start.
         self.batches = []
         self.seeded = {}
         # The names of weights that had a gradient, and the weights in an optimizer, at a step.
         self.with_gradient = set()
         self.in_optimizer = set()
-        # What is known of the evaluation that runs, and the checksums of the last save.
+        # What is known of the current evaluation, and the checksums of the last save.
         self.evaluated = None
         self.saved = set()
         register_optimizer_step_pre_hook(self.note_gradients)
@@ -188,7 +188,7 @@ class Recorder:
         self.batches.append(checksum([checksum(value) for _, value in leaves(batch)]))
 
     def look(self):
-        """Write down what there is after a step, of which the batch may be a part."""
+        """Record the state after a step."""
         steps = self.run.position.steps
         if steps == self.steps:
             return
@@ -221,7 +221,7 @@ class Recorder:
         self.write("steps", line)
         if os.environ.get("PROVE_KILL") == str(steps):
             os.kill(os.getpid(), signal.SIGKILL)
-        # The last rank, as rank 0 is the one that saves.
+        # Signal the last rank: rank 0, which saves, has to hear of it.
         if os.environ.get("PROVE_TERM") == str(steps) and self.rank == self.ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -235,16 +235,16 @@ class Recorder:
     def checksums(self):
         """{name: checksum} of all tensors and numbers of the state. Sums are added up later."""
         parts = {name: part for name, part in self.state().items() if name != "sums"}
-        # None is what rank 0 alone has, with FSDP.
+        # With FSDP, values that only rank 0 has are None elsewhere.
         return {name: checksum(value) for name, value in leaves(parts) if value is not None}
 
     def drawn(self):
-        """{generator: checksum} of those that drew in this step."""
+        """{generator: checksum} of the generators that drew numbers in this step."""
         now = random_states(self.run.world.device)
         return {name: value for name, value in now.items() if self.seeded.get(name) != value}
 
     def rates(self):
-        """{group: its rate} of all optimizers of the state."""
+        """{group: its rate} of all optimizers in the state."""
         return {
             f"{name} group {number}": float(group["lr"])
             for name, part in self.run.state.items()
@@ -252,7 +252,7 @@ class Recorder:
         }
 
     def parts_with_weights(self):
-        """{name: a part of the state that an evaluation may use}: an EMA is one of them."""
+        """{name: part of the state} whose weights an evaluation may use, such as an EMA."""
         return {
             name: part
             for name, part in self.run.state.items()
@@ -269,7 +269,7 @@ class Recorder:
             torch.save(weights, path)
 
     def take_weights(self, path):
-        """Let the models have those of another run's end, for the last evaluation."""
+        """Load the weights from the end of another run, for the last evaluation."""
         import torch
 
         weights = torch.load(path, map_location="cpu", weights_only=True)
@@ -277,7 +277,7 @@ class Recorder:
             part.load_state_dict(weights[name])
 
     def parts(self):
-        """The objects in the state, and their attributes: FSDP's wrapper has its model as one."""
+        """The objects in the state, and their attributes, where WholeModel has its model."""
         parts = [*self.run.state.values()]
         return parts + [value for part in parts for value in vars(part).values()]
 
@@ -297,7 +297,7 @@ class Recorder:
         return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
 
     def named_weights(self):
-        """Yield the name and the weight of each model, as keep_weights() names them."""
+        """Yield (name, weight) for all models, with the names of keep_weights()."""
         for part, model in self.named_models().items():
             for name, weight in model.named_parameters():
                 yield f"{part}.{name}", weight
@@ -312,7 +312,7 @@ class Recorder:
         }
 
     def known_of_weights(self):
-        """{name: whether it is to train, had a gradient, and is in an optimizer}."""
+        """{name: whether the weight should train, had a gradient, and is in an optimizer}."""
         return {
             name: {
                 "trains": weight.requires_grad,
@@ -323,7 +323,7 @@ class Recorder:
         }
 
     def no_longer_trained(self):
-        """The modules that were in training mode in the first step, and are not now."""
+        """The modules that were in training mode in the first step, but are not now."""
         in_training = {
             (part, name)
             for part, model in self.named_models().items()
@@ -332,14 +332,14 @@ class Recorder:
         }
         if self.trained is None:
             self.trained = in_training
-        # The mode of an average of weights has no meaning in a step.
+        # Not those of an average of the weights, whose mode does not matter in a step.
         parts = {name.partition(".")[0] for name in self.with_gradient}
         gone = self.trained - in_training
         return sorted(f"{part}.{name}".strip(".") for part, name in gone if part in parts)
 
     @contextlib.contextmanager
     def evaluation(self):
-        """Write down with what an evaluation computes."""
+        """Record the modes and weights that an evaluation uses."""
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self.evaluated = {"modes": set(), "inside": 0, "outside": set(), "seen": set()}
@@ -361,7 +361,7 @@ class Recorder:
             self.write("evaluations", line)
 
     def note_module(self, module, inputs):
-        """Before the forward of any module within an evaluation."""
+        """Called before the forward of any module in an evaluation."""
         import torch
 
         if torch.compiler.is_compiling() or module in self.evaluated["seen"]:
@@ -369,7 +369,7 @@ class Recorder:
         self.evaluated["seen"].add(module)
         if takes_batch_statistics(module) and module.training:
             self.evaluated["modes"].add(f"{type(module).__name__} takes the batch's statistics")
-        # Shares of weights are not those of a checkpoint.
+        # Shards cannot be compared with the full weights of a checkpoint.
         if self.is_sharded():
             return
         for name, weight in module.named_parameters(recurse=False):
@@ -390,12 +390,12 @@ class Recorder:
         }
 
     def checksums_of_weights(self):
-        """Those of all tensors of the state, in any order; all ranks make this call."""
+        """Checksums of all tensors of the state, as a set; all ranks make this call."""
         found = set(self.checksums_by_name().values())
         return found | {checksum(value) for _, value in leaves(self.state()) if is_tensor(value)}
 
     def leave_out_dropout(self):
-        """That of nn.LSTM and the like, which call no function of torch.nn.functional."""
+        """Turn off dropout in nn.LSTM and the like, which do not call torch.nn.functional."""
         from torch import nn
 
         for module in self.modules():
@@ -403,12 +403,12 @@ class Recorder:
                 module.dropout = 0.0
 
     def leave_out_batch_statistics(self):
-        """Let BatchNorm normalise each sample by itself, as each rank has a batch of its own."""
+        """Let BatchNorm normalise each sample by itself, as each rank has its own batch."""
         for module in self.batch_norms():
             module.forward = functools.partial(normalise_each_sample, module)
 
     def batch_norms(self):
-        """Yield each module that takes the statistics of a rank's batch."""
+        """Yield each module that uses the statistics of its rank's batch."""
         from torch import nn
 
         for module in self.modules():
@@ -418,7 +418,7 @@ class Recorder:
                 yield module
 
     def disturb(self):
-        """Change each weight by about one rounding, to see how far that grows."""
+        """Change each weight by about one rounding error, to see how far that grows."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -426,14 +426,14 @@ class Recorder:
             for weight in module.parameters(recurse=False):
                 if not weight.is_floating_point():
                     continue
-                # FSDP's tensor is a share, or whole on one process.
+                # With FSDP, this rank's shard.
                 tensor = weight.to_local() if hasattr(weight, "to_local") else weight
                 signs = torch.randint(-1, 2, tensor.shape, generator=generator)
                 roundings = signs.to(tensor) * torch.finfo(tensor.dtype).eps
                 tensor.detach().mul_(1 + roundings)
 
     def keep_first_batch(self):
-        """Let the model of rank 0 write what it is first given to a file."""
+        """Let rank 0 write the first input of its model to a file."""
         import torch
         from torch.utils._pytree import tree_map
 
@@ -444,18 +444,18 @@ class Recorder:
 
         def keep(module, args, kwargs):
             handle.remove()
-            # A view is saved with all that it is a view of.
+            # Clone: a view would be saved with its whole base tensor.
             batch = tree_map(lambda v: v.clone() if is_tensor(v) else v, (args, kwargs))
-            # It may hold anything.
+            # The input may hold anything.
             with contextlib.suppress(Exception):
                 torch.save(batch, path)
 
         handle = model.register_forward_pre_hook(keep, with_kwargs=True)
 
     def answer_to_first_batch(self):
-        """{name: checksum} of what the model makes of rank 0's first batch.
+        """{name: checksum} of the model's outputs for rank 0's first batch.
 
-        So a model shows what it has learned and keeps outside of its state_dict.
+        They also depend on what the model has learned, but keeps outside of its state_dict.
         """
         import copy
 
@@ -465,22 +465,22 @@ class Recorder:
         if not can_be_asked(model):
             return {}
         try:
-            # Only what was on the device of rank 0 moves to that of this rank.
+            # Move what was on rank 0's device to this rank's; leave the rest.
             device = {"cuda:0": str(next(model.parameters()).device)}
             path = f"{self.folder}/batch.pt"
             args, kwargs = torch.load(path, map_location=device, weights_only=False)
             with torch.no_grad(), torch.random.fork_rng():
-                # The ranks have drawn different numbers.
+                # By now the random states of the ranks differ.
                 torch.manual_seed(0)
                 answer = copy.deepcopy(model).eval()(*args, **kwargs)
             tensors = [checksum(value) for _, value in leaves(answer) if is_tensor(value)]
-        # It may be anybody's, and say no to a copy, to eval, or to its input.
+        # Any model: it may raise on deepcopy, on eval() or on its input.
         except Exception:
             return {}
         return {"the answer to one batch": checksum(tensors)} if tensors else {}
 
     def objects_outside(self):
-        """{id: (name, object, checksum)} of what may be a part of training, and is not saved."""
+        """{id: (name, object, checksum)} of what may be part of training, but is not saved."""
         import gc
         import random
 
@@ -496,9 +496,9 @@ class Recorder:
             torch.Generator,
             numpy.random.Generator,
         )
-        # Libraries have such of their own.
+        # Only if the script has a name for them: libraries have their own.
         kinds_if_named = (numpy.random.RandomState, random.Random)
-        # A generator is known to its variable alone, and not to the garbage collector.
+        # The garbage collector does not track generators: find them by variable.
         of_callers = [item for variables in variables_of_callers() for item in variables.items()]
         named = {id(value): name for name, value in of_callers if name != "self"}
         existing = [*gc.get_objects(), *(value for _, value in of_callers)]
@@ -509,7 +509,7 @@ class Recorder:
         parts_of_others = {id(module) for part in modules for module in part.modules()}
         candidates = {}
         for each in existing:
-            # Not isinstance: it asks proxies, which may raise anything.
+            # Not isinstance: with proxy objects it may raise anything.
             wanted = kinds + kinds_if_named if id(each) in named else kinds
             if not issubclass(type(each), wanted) or id(each) in saved:
                 continue
@@ -526,7 +526,7 @@ class Recorder:
         }
 
     def changed(self):
-        """The names of those objects that have changed since the first step."""
+        """The names of the objects outside of the state that have changed since the first step."""
         return [
             f"{type(each).__name__} {name}".strip()
             for name, each, before in self.outside.values()
@@ -535,7 +535,7 @@ class Recorder:
 
 
 def unwrapped(part):
-    """The model or optimizer that a part of the state is, or has as an attribute, as FSDP's do."""
+    """The model or optimizer that a part of the state is, or has as an attribute (WholeModel)."""
     import torch
 
     kinds = (torch.nn.Module, torch.optim.Optimizer)
@@ -551,7 +551,7 @@ def takes_batch_statistics(module):
 
 
 def random_states(device):
-    """{generator: checksum of its state} of those that seed_step() sets."""
+    """{generator: checksum of its state} of the generators that seed_step() seeds."""
     import random
 
     import numpy
@@ -570,8 +570,8 @@ def random_states(device):
 def can_be_asked(model):
     """Whether all ranks should give the same answer to a batch.
 
-    Not with FSDP, whose wrapper is no module, and with statistics of each rank. And torch.compile
-    would trace the hook.
+    Not with FSDP, whose part of the state is not a module; nor with BatchNorm, whose statistics
+    differ between ranks; nor with torch.compile, which would trace the hook.
     """
     from torch import nn
 
@@ -601,8 +601,8 @@ def variables_of_callers():
 
 
 def variables_of_script():
-    """{name: value} of the numbers in the script's variables, and in objects of its own classes."""
-    # That of a process of mp.spawn is __mp_main__.
+    """{name: value} of the numbers in the script's variables, and in objects of its classes."""
+    # The script's module is __mp_main__ in a process of mp.spawn.
     names = ("__main__", "__mp_main__")
     variables = {}
     for frame in callers():
@@ -621,11 +621,11 @@ def variables_of_script():
 
 
 def checksum_of(each):
-    """Of an object that is not in the state."""
+    """A checksum of an object that is not in the state."""
     if hasattr(each, "state_dict"):
         try:
             state = each.state_dict()
-        # It may be anybody's.
+        # Any object: it may raise anything.
         except Exception as error:
             state = str(error)
     elif hasattr(each, "get_state"):

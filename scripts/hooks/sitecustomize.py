@@ -1,7 +1,7 @@
 """Python imports this first in every process of a run that check.py or prove.py starts.
 
-It lets the hooks act on a module as soon as the script has imported it. A sitecustomize of the
-environment is not read.
+It installs the hooks on a module as soon as the script has imported it. It hides a sitecustomize of
+the environment.
 """
 
 import importlib.util
@@ -10,7 +10,7 @@ import sys
 
 
 class AfterImport:
-    """An import hook: calls a function with each of some modules, once it has been imported."""
+    """An import hook: {module name: function to call with the module once it is imported}."""
 
     def __init__(self, functions):
         self.functions = functions
@@ -43,6 +43,6 @@ if "CHECK" in os.environ:
     functions["torch.distributed.fsdp"] = check_hooks.install_fsdp
     functions["horovod.torch"] = check_hooks.install_horovod
 sys.meta_path.insert(0, AfterImport(functions))
-# In a process that was forked from one with torch.
+# A process forked from one with torch has these modules already.
 for name in [name for name in functions if name in sys.modules]:
     functions.pop(name)(sys.modules[name])

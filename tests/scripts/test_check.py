@@ -81,7 +81,7 @@ MINIMAL_ONES = [MINIMAL / path.name for path in WITHOUT_APEX if path.parent == D
 def test_minimal_is_right(path, checked, images):
     status, rows = checked(f"{launched(path)} {FLAGS.format(images)}")
     assert status == 0, rows
-    of_shares = "steps with shares are those with the batches of all ranks"
+    of_shares = "steps on shares match steps on the batches of all ranks"
     on_several = path.stem not in ("single", "dp")
     assert any(what.startswith(of_shares) for _, what in rows) == on_several, rows
     evaluated = "an evaluation reads each sample once, and its figures are of all ranks"
@@ -166,9 +166,9 @@ WATCHED = {
         Mistake(
             "        model.train()\n",
             "        if epoch == 0:\n            model.train()\n",
-            r"trains on in evaluation mode behind an evaluation",
+            r"continues to train in evaluation mode after an evaluation",
         ),
-        Mistake(BUFFERS, "", r"each rank evaluates with BatchNorm statistics of its own"),
+        Mistake(BUFFERS, "", r"each rank evaluates with its own BatchNorm statistics"),
         Mistake(
             MODEL,
             MODEL
@@ -189,7 +189,7 @@ WATCHED = {
             "            loss.backward()\n"
             "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
             "            optimizer.step()\n",
-            r"each rank clips by a norm of its own",
+            r"each rank clips by its own norm",
         ),
     ),
     "no gradient": (
@@ -214,7 +214,7 @@ WATCHED = {
             r"steps with scaled gradients",
         ),
         Mistake(MODEL, MODEL + "    scaler = torch.amp.GradScaler('cpu')\n", ""),
-        Mistake("            optimizer.zero_grad()\n", "", r"a gradient has those of earlier"),
+        Mistake("            optimizer.zero_grad()\n", "", r"a gradient still contains earlier"),
         Mistake(
             "    train_set = load(args.data_dir, train=True)\n",
             "    train_set = load(args.data_dir, train=True)\n"
@@ -233,7 +233,7 @@ WATCHED = {
             "            return super().forward(self.layers[0](x))\n" + MODEL + ""
             "    model = Scaled(*model)\n"
             "    model.layers = [nn.Conv2d(1, 1, 1)]\n",
-            r"are used in a model, and are in no optimizer .*: Conv2d.bias, Conv2d.weight",
+            r"are used in a model, but are in no optimizer .*: Conv2d.bias, Conv2d.weight",
         ),
     ),
     "scaled gradients": (
@@ -268,7 +268,7 @@ WATCHED = {
         Mistake(
             "    torch.manual_seed(0)\n",
             "    torch.manual_seed(rank)\n",
-            r"each rank shards a model with other weights",
+            r"each rank shards a model with different weights",
         ),
     ),
     "Horovod": (
@@ -343,7 +343,7 @@ COMPARED = {
             LOSS,
             "            own = labels.to(device)\n"
             "            loss = F.cross_entropy(logits, own, ignore_index=3)\n",
-            r"shares of a batch train otherwise than the batch: \de-0[123] of the first gradient",
+            r"training on shares of a batch differs from training on it: \de-0[123] of the first ",
         ),
     ),
     "a sum of gradients": (
@@ -442,6 +442,6 @@ def test_with_real_processes(images, tmp_path):
     """torchrun, whose ranks read the hooks as Python starts."""
     command = f"python {ROOT}/scripts/check.py {TORCHRUN.format(MINIMAL / 'ddp_launch.py')}"
     said = run(f"{command} {FLAGS.format(images)}", tmp_path)
-    assert "| ok | steps with shares are those with the batches of all ranks: " in said
+    assert "| ok | steps on shares match steps on the batches of all ranks: " in said
     assert "wrong" not in said
     assert not (tmp_path / "mnist.pt").exists()

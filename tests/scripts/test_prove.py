@@ -114,7 +114,7 @@ def test_a_right_script(command, proved, tmp_path):
     assert results["the 2 ranks hold the same"] == f"yes{answered}"
     draws = "each draws its own in a step" if "{copy}" in command else "none draws in a step"
     assert results["random numbers of the ranks"] == draws
-    assert results["batches"] == "other ones in each epoch and on each rank"
+    assert results["batches"] == "different in each epoch and on each rank"
     assert re.fullmatch(r"all \d+", results["each weight changes"])
     assert results["an evaluation"].startswith("in evaluation mode")
     assert results["training after an evaluation"] == "in the mode of the first step"
@@ -198,13 +198,13 @@ SEEN_AT_ONCE = [
         RUN,
         "    set_epoch = train.sampler.set_epoch\n"
         "    train.sampler.set_epoch = lambda epoch, *place: set_epoch(0, *place)\n" + RUN,
-        {"batches": r"\*\*the second epoch has those of the first"},
+        {"batches": r"\*\*the second epoch has the batches of the first"},
     ),
     Fault(
         "a sampler without a rank",
         "batch_size, world.rank, world.size, seed=args.seed)\n",
         "batch_size, 0, world.size, seed=args.seed)\n",
-        {"batches": r"\*\*rank 1 has those of rank 0\*\*"},
+        {"batches": r"\*\*rank 1 has the batches of rank 0\*\*"},
     ),
     Fault(
         "a model that never trains",
@@ -282,7 +282,7 @@ WRONG = [
             "a run that does not save within an epoch",
             RUN,
             "    args.checkpoint_every = None\n" + RUN,
-            {"SIGKILL": r"\*\*it goes on with step 5, not with 6\*\*"},
+            {"SIGKILL": r"\*\*it resumes with step 5, not with 6\*\*"},
         ),
         Fault(
             "a group whose rate is not scaled",
@@ -308,7 +308,7 @@ WRONG = [
             "a run that does not hear the signal",
             LOOP,
             "    run.stop.carried_by = lambda all_reduce: all_reduce\n" + LOOP,
-            {"SIGTERM": r"\*\*it went on to its end\*\*"},
+            {"SIGTERM": r"\*\*it ran to its end\*\*"},
         ),
         # Not in the first step, as with a rate of 0 there, or where its batches have no padding.
         Fault(
