@@ -29,8 +29,8 @@ if [ -n "${RATES:-}" ]; then
 fi
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 
-# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
-# One process, also in a job with more tasks.
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it sets handlers: by default they would kill it.
+# One process, even if the job has more tasks.
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2; exec python "$@"' python "$recipe" "${this[@]}" --resume auto \

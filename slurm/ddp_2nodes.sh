@@ -21,23 +21,23 @@ set -euo pipefail
 recipe=${1:-cifar10/ddp_launch.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
-# connections.
+# A random port, so that nobody can listen there before the job does; below 32768, as Linux assigns higher ports to
+# outgoing connections.
 port=$(shuf -i 20000-29999 -n 1)
 id=$(< /proc/sys/kernel/random/uuid)
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a restarted group can read addresses of dead ranks
-export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout kills a rank, it writes a trace for torchfrtrace: docs/clusters.md
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 # In a container: srun ... --container-image=..., or apptainer exec --nv IMAGE torchrun ...
 
-# USR1 (the warning), TERM (preempted) and USR2 (print the stacks) are for torchrun's processes. torchrun has to ignore
-# them: USR1 and USR2 kill it, and after TERM it ends with status 1, whatever its processes do.
-# With RESTARTS=2 sbatch ... it starts its processes again, from the last checkpoint, when one of them dies.
+# USR1 (the warning), TERM (preempted) and USR2 (print the stacks) are for torchrun's processes. torchrun must ignore
+# them: USR1 and USR2 would kill it, and on TERM it ends with status 1, whatever its processes do.
+# With RESTARTS=2 sbatch ... it restarts its processes from the last checkpoint when one of them dies.
 # is_host: else torchrun guesses from host names which node hosts the rendezvous, but a node can have several names
 # (pytorch issue 73656). If the nodes do not reach each other by name, add --local-addr=ADDRESS of each node itself.
-# One task per node, also in a job with more tasks: torchrun starts the processes.
+# One task per node, even if the job has more tasks: torchrun starts the processes.
 # shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

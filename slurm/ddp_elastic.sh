@@ -10,7 +10,7 @@
 #
 # -G (--global-batch-size) keeps the batch, and so the steps, on any number of nodes; --lr is for this batch. It must be a
 # multiple of each number of processes that can remain: 3072 is one of 8, 16, 24 and 32. When a task is cancelled or
-# preempted, or its time ends, the run is saved, and the others go on from there.
+# preempted, or its time ends, the run is saved, and the others continue from there.
 # Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=ddp-elastic
 #SBATCH --array=0-1
@@ -32,11 +32,11 @@ mkdir -p runs
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else a node can keep the address of a store that is gone
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
-export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout kills a rank, it writes a trace for torchfrtrace: docs/clusters.md
 
-# last_call_timeout: after a change they wait 10 s for others before they start. A node that does not answer for 15 s is
-# gone. USR1 (stop) and USR2 (print the stacks) are for torchrun's processes, and would kill torchrun.
-# One torchrun, also in a job with more tasks.
+# last_call_timeout: after a change they wait 10 s for more nodes before they start. A node that does not answer for
+# 15 s counts as gone. USR1 (stop) and USR2 (print the stacks) are for torchrun's processes, and would kill torchrun.
+# One torchrun, even if the job has more tasks.
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec srun --ntasks=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     bash -c 'trap "" USR1 USR2; exec torchrun "$@"' torchrun \

@@ -21,17 +21,17 @@ set -euo pipefail
 recipe=${1:-cifar10/ddp_spawn.py}
 processes=${SLURM_GPUS_ON_NODE:-2}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
-# connections.
+# A random port, so that nobody can listen there before the job does; below 32768, as Linux assigns higher ports to
+# outgoing connections.
 MASTER_PORT=$(shuf -i 20000-29999 -n 1)
 OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK > processes ? SLURM_CPUS_PER_TASK / processes : 1))
 export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
-export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout kills a rank, it writes a trace for torchfrtrace: docs/clusters.md
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 
-# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
-# One task per node, also in a job with more tasks: mp.spawn starts the processes.
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it sets handlers: by default they would kill it.
+# One task per node, even if the job has more tasks: mp.spawn starts the processes.
 # shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

@@ -19,25 +19,25 @@
 set -euo pipefail
 
 recipe=${1:-cifar10/ddp_launch.py}
-# Each process has to know how many its node has.
+# Each process must know how many its node runs.
 if [ "${SLURM_NTASKS:-}" != $((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-0})) ]; then
     echo "ddp_srun_2nodes.sh: use --ntasks-per-node in place of --ntasks, and a fixed number of --nodes" >&2
     exit 2
 fi
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-# What torchrun would set for each process: where rank 0 listens, and from SLURM's variables who the process is
+# What torchrun would set for each process: the address of rank 0 and, from SLURM's variables, the ranks
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-# Nobody can wait for the job on a port that is known before; below 32768, as Linux assigns higher ports to outgoing
-# connections.
+# A random port, so that nobody can listen there before the job does; below 32768, as Linux assigns higher ports to
+# outgoing connections.
 MASTER_PORT=$(shuf -i 20000-29999 -n 1)
 export MASTER_ADDR MASTER_PORT
 # shellcheck disable=SC2016  # the bash of each task expands them
 who='RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE'
-export TORCH_FR_BUFFER_SIZE=2000  # before --timeout ends a rank, each writes what torchfrtrace reads: docs/clusters.md
+export TORCH_FR_BUFFER_SIZE=2000  # before --timeout kills a rank, it writes a trace for torchfrtrace: docs/clusters.md
 # export NCCL_DEBUG=INFO         # when NCCL does not connect: prints the interfaces it uses
 # export NCCL_SOCKET_IFNAME=ib0  # when NCCL uses the wrong one; GLOO_SOCKET_IFNAME on CPUs
 
-# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it sets handlers: by default they would kill it.
 exec slurm/requeue.sh srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c "trap '' USR1 USR2; export $who; exec python \"\$@\"" \
     python "$recipe" --log-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto \

@@ -11,8 +11,8 @@ set -euo pipefail
 repository=$(dirname "$0")/..
 hosts=$("$repository/slurm/hosts.sh" "${1:-}")
 processes=$(awk -v RS=, -F: '{ sum += $NF } END { print sum }' <<< "$hosts")
-# horovodrun puts all variables into the command lines of its processes, where every user of a host can read them: so it
-# gets only these. Add what your recipe needs.
+# horovodrun puts its whole environment into the command lines of its processes, where every user of a host can read it:
+# so it gets only these variables. Add what your recipe needs.
 variables=()
 for name in $(compgen -e | grep -E '^(PATH|HOME|USER|LANG|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|TMPDIR|SSH_AUTH_SOCK|OMP_NUM_THREADS|(CUDA|NCCL|HOROVOD|OMPI|GLOO)_.*)$'); do
     variables+=("$name=${!name}")

@@ -4,7 +4,7 @@
 #     slurm/hosts.sh HOSTFILE
 #
 # A line is "node1 slots=4", or "node1:4"; "node1" alone is one process. Comments (#), blank lines, max_slots= and what
-# Windows adds (line ends, a byte order mark) do no harm. horovodrun and mpirun differ in what they make of such files.
+# Windows adds (line ends, a byte order mark) are fine. horovodrun and mpirun disagree on how to read such files.
 set -euo pipefail
 
 file=${1:-}
@@ -40,7 +40,7 @@ LC_ALL=C awk -v file="$file" '
         sum[host] += slots
     }
     END {
-        if (failed) exit 2  # wrong() gets here, too
+        if (failed) exit 2  # exit in wrong() runs END, too
         if (!hosts) wrong("it names no host")
         for (i = 1; i <= hosts; i++) printf "%s%s:%d", (i > 1 ? "," : ""), order[i], sum[order[i]]
         print ""

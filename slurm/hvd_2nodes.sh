@@ -25,7 +25,7 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 # export NCCL_SOCKET_IFNAME=ib0             # when NCCL uses the wrong one
 # export OMPI_MCA_btl_tcp_if_include=eth0   # when MPI uses the wrong one, it hangs at the start
 # --bind-to none: else all threads of a process share one core. odls_base_sigkill_timeout: after TERM the processes have
-# 5 s to save, and not 1. They get TERM 5 s after mpirun. With Open MPI 5 they have 0.25 s (docs/clusters.md). The other
+# 5 s to save, not 1. They get TERM 5 s after mpirun. With Open MPI 5 they have 0.25 s (docs/clusters.md). The other
 # flags are from Horovod's docs
 launch=(mpirun --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib --mca odls_base_sigkill_timeout 5)
 for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(NCCL|HOROVOD)_.*)$'); do
@@ -35,7 +35,7 @@ if [ "${LAUNCHER:-mpirun}" = srun ]; then  # if SLURM and Open MPI have the same
     launch=(srun --mpi=pmix --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1)
 fi
 
-# Python ignores USR1 (the warning) and USR2 (print the stacks) until it has handlers for them: else they would end it.
+# Python ignores USR1 (the warning) and USR2 (print the stacks) until it sets handlers: by default they would kill it.
 # shellcheck disable=SC2016  # the inner bash expands "$@"
 exec slurm/requeue.sh "${launch[@]}" \
     bash -c 'trap "" USR1 USR2; exec python "$@"' \

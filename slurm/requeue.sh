@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Run the command of a batch script, and queue the job again if it is stopped before the training ends:
+# Run the command of a batch script, and requeue the job if it is stopped before the training ends:
 #
 #     #SBATCH --requeue --signal=B:USR1@60
 #     exec slurm/requeue.sh srun python mnist/single.py --log-dir runs/1 --resume auto
 #
 # SLURM sends USR1 to the batch script 60 to 120 seconds before the time limit. This script passes it on to the command;
 # all ranks stop together within 5 seconds or a step, rank 0 saves, and the run ends with status 0. Then the job is
-# queued again with the same job ID, and continues from the checkpoint, unless it has already been restarted
-# MAX_REQUEUES (10) times, for whatever reason.
-# When a job is preempted, SLURM sends TERM to all its processes but the batch script's. SLURM queues a job again only
-# if it had to kill it after the GraceTime. A job that ends earlier is queued again here, however often.
+# requeued with the same job ID, and continues from the checkpoint, unless it has already been restarted MAX_REQUEUES
+# (10) times, for whatever reason.
+# When a job is preempted, SLURM sends TERM to all its processes except the batch script's. SLURM itself requeues a job
+# only if it had to kill it after the GraceTime. This script requeues one that ends earlier, however often.
 set -euo pipefail
 
 job=$SLURM_JOB_ID
-[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one of them has the array's ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one has the array's ID
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
-[ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # it first copies archives to the nodes, and then becomes the command
-[ -z "${STAGE_ENV:-}" ] || set -- slurm/stage_env.sh "$@"  # and so does this one, with the environment
+[ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # copies archives to the nodes, then execs the command
+[ -z "${STAGE_ENV:-}" ] || set -- slurm/stage_env.sh "$@"  # does the same with the environment
 usage=
-if [ -n "${USAGE:-}" ]; then  # the folder for what each node measures of itself, beside the command
+if [ -n "${USAGE:-}" ]; then  # each node measures itself during the command: a folder for that
     srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 python scripts/usage.py "$USAGE" &
     usage=$!
 fi
-# The command begins with both ignored: else they end a launcher that has no handlers yet, or none any more.
+# The command starts with both ignored: else they kill a launcher that has no handlers yet, or no longer has any.
 trap "" USR1 USR2
 "$@" &
 command=$!
@@ -43,13 +43,13 @@ done
 status=0
 wait $command || status=$?
 if [ -n "$usage" ]; then
-    # Not TERM: srun would kill its tasks at once, before they say what they measured.
+    # Not TERM: srun would kill its tasks at once, before they print what they measured.
     kill -USR1 "$usage" 2> /dev/null || true
     wait "$usage" || true
 fi
 
 again="submit it again with its recipe and the --log-dir of this run"
-# Queue the job again, and then say so in the words $1.
+# Requeue the job, and then print $1.
 requeue() {
     trap "" TERM  # SLURM sends it at once to all processes of the job; scontrol inherits this
     if answer=$(scontrol requeue "$job" 2>&1); then

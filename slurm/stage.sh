@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Copy the archives in --data-dir to the local disk of each node of a job, and run the command of the job, which reads
-# them there. requeue.sh puts it before the command:
+# Copy the archives in --data-dir to the local disk of each node of a job, and then run the command of the job, which
+# reads them there. requeue.sh calls this script:
 #
 #     STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet
 #
-# The local disk is SLURM_TMPDIR or TMPDIR. Your cluster empties it after the job, or you do. A job that is queued again
-# copies only what is not there.
+# The local disk is SLURM_TMPDIR or TMPDIR. If your cluster does not empty it after the job, do so. A requeued job
+# copies only what is missing.
 set -euo pipefail
-trap "" USR1 USR2  # the warning before the time limit is for the ranks, and requeue.sh repeats it until they are there
+trap "" USR1 USR2  # the warning before the time limit is for the ranks: requeue.sh repeats it until they have started
 
 fail() {
     echo "stage.sh: $*" >&2
     exit 2
 }
 
-# On one node: copy what is not there in the same size and from the same second.
+# On one node: copy the files that are missing there, or differ in size or in modification time (seconds).
 copy() {
     local from=$1 to=$2 needed=0 free file partial
     local files=()
@@ -25,7 +25,7 @@ copy() {
         needed=$((needed + $(stat -Lc %s "$file")))
     done
     mkdir -p "$to"
-    # Anybody can make a folder of this name in /tmp before the job does.
+    # In /tmp, anybody can create a folder of this name before the job does.
     if [ ! -O "$to" ] || [ -L "$to" ]; then
         fail "$to is of another user on $(hostname)"
     fi
@@ -53,7 +53,7 @@ for word in "$@"; do
     [[ $word != --data-dir=* ]] || from=${word#*=}
     previous=$word
 done
-# A shell leaves ~ as it is in --data-dir=~/folder, and a recipe does not: common/flags.py.
+# Expand ~ in --data-dir=~/folder, which a shell does not, but a recipe does: common/flags.py.
 [[ $from != "~"* ]] || from=$(python -c 'import os, sys; print(os.path.expanduser(sys.argv[1]))' "$from")
 compgen -G "$from/*.tar" > /dev/null || compgen -G "$from/*.zip" > /dev/null ||
     fail "there is no archive in $from (--data-dir): STAGE=1 copies *.tar and *.zip"
@@ -62,4 +62,4 @@ disk=${SLURM_TMPDIR:-${TMPDIR:-}}
 to=$disk/staged-$SLURM_JOB_ID
 echo "copying the archives in $from to $to on each node"
 srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 slurm/stage.sh --node "$from" "$to"
-exec "$@" --data-dir "$to"  # of two --data-dir the last counts
+exec "$@" --data-dir "$to"  # the last --data-dir counts

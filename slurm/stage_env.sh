@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Unpack an archive of the virtual environment on the local disk of each node of a job, and run the command of the job
-# in it. requeue.sh puts it before the command:
+# in it. requeue.sh calls this script:
 #
 #     tar -cf /shared/env.tar -C .venv .
 #     STAGE_ENV=/shared/env.tar sbatch slurm/ddp_2nodes.sh
 #
-# Each rank looks for tens of thousands of files when it starts. So a shared file system reads one archive per node.
-# The local disk is SLURM_TMPDIR or TMPDIR. A job that is queued again finds the environment there.
+# Each rank looks up tens of thousands of files when it starts. This way the shared file system serves one archive per
+# node. The local disk is SLURM_TMPDIR or TMPDIR. A requeued job finds the environment there.
 set -euo pipefail
-trap "" USR1 USR2  # the warning before the time limit is for the ranks, and requeue.sh repeats it until they are there
+trap "" USR1 USR2  # the warning before the time limit is for the ranks: requeue.sh repeats it until they have started
 
 fail() {
     echo "stage_env.sh: $*" >&2
@@ -19,13 +19,13 @@ fail() {
 unpack() {
     local archive=$1 to=$2
     mkdir -p "$to"
-    # Anybody can make a folder of this name in /tmp before the job does.
+    # In /tmp, anybody can create a folder of this name before the job does.
     if [ ! -O "$to" ] || [ -L "$to" ]; then
         fail "$to is of another user on $(hostname)"
     fi
     [ ! -e "$to/.unpacked" ] || return 0
     tar -xf "$archive" -C "$to" || fail "$(hostname) cannot unpack $archive to $to"
-    # The first lines of torchrun and its like name the Python of the environment that was packed.
+    # Scripts such as torchrun start with the path of the Python that was packed: change it.
     grep -lI '^#!.*/bin/python' "$to"/bin/* | xargs sed -i "1s|^#!.*/bin/python[0-9.]*|#!$to/bin/python|"
     touch "$to/.unpacked"
 }
