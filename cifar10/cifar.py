@@ -50,7 +50,7 @@ def load(
 ) -> tuple[TensorDataset, TensorDataset]:
     """CIFAR-10: 50,000 training and 10,000 validation images, uint8 [3, 32, 32], with labels 0..9.
 
-    Downloads it if `folder` lacks it. With `synthetic`, generates so many images. If files differ
+    Downloads it if `folder` lacks it. With `synthetic`, generates that many images. If files differ
     from CIFAR-10's, such as your own images in their place, `world` prints their names.
     Raises InputError if files are damaged or missing. Source: A. Krizhevsky, 2009.
     """

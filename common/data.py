@@ -68,7 +68,7 @@ class EpochSampler(Sampler[int]):
     def set_epoch(self, epoch: int, start: int = 0, steps: int | None = None) -> None:
         """Begin epoch `epoch` (from 0), of which all ranks have used `start` samples already.
 
-        It has `steps` more steps, or None: all that are left.
+        `steps` is the number of steps still to take in it; None: as many as it has.
         """
         if steps is None:
             steps = max(0, self.length - start) // self.global_batch

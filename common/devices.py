@@ -103,7 +103,7 @@ def own_cores(process: int = 0) -> list[int]:
 def cores_per_process(processes: int | None = None) -> int:
     """The number of cores for each process of a run on this machine: its own, or its share.
 
-    With `processes`, this one starts so many, and binds none to cores (mp.spawn). Without it, a
+    With `processes`, this one starts that many, and binds none to cores (mp.spawn). Without it, a
     launcher started this one. srun binds each process to its own cores. Any other launcher is taken
     to have done so if it may use more cores than this process; else all share the same cores.
     """
@@ -170,7 +170,7 @@ def tune(device: torch.device, deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         torch.use_deterministic_algorithms(True)
-        # With a workspace of fixed size cuBLAS is deterministic. It reads this when it starts.
+        # cuBLAS is deterministic only with a workspace of fixed size. It reads this when it starts.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device.type == "cuda":
         # TF32 for matrix products, as torch uses in convolutions.

@@ -174,7 +174,7 @@ def add_training_flags(
     add("--seed", type=seed, default=0, help="seed of weights, order of data, and dropout")
     add = parser.add_run_group()
     add("--epochs", type=positive_int, default=epochs, help="passes over the training data")
-    add("--max-steps", type=positive_int, help="end the run after so many steps, not --epochs")
+    add("--max-steps", type=positive_int, help="end the run after this many steps, not --epochs")
     add("-b", "--batch-size", type=positive_int, default=batch_size, help="samples per process")
     add(
         "-G",

@@ -37,7 +37,7 @@ def hold(folder: Path) -> None:
         acquire_or_raise(lease)
     except Timeout as error:
         raise InputError(
-            f"{folder} is in use by {owner_of(lease)}: wait for its end, "
+            f"{folder} is in use by {owner_of(lease)}: wait until it ends, "
             "or choose another --log-dir"
         ) from error
     except OSError as error:

@@ -28,7 +28,7 @@ class LossScales:
         self.scales = [scale for part in self.state.values() for scale in self._of(part)]
 
     def count(self) -> None:
-        """Count the step if it was skipped, and note the scales before the next one."""
+        """Count the step if it was skipped, and note the scales for the next one."""
         before = self.scales
         self.begin()
         for scale, earlier in zip(self.scales, before, strict=True):

@@ -17,11 +17,11 @@ from common.process.signals import StopSignal
 from common.process.watchdog import Watchdog, flight_recorder
 from common.ranks import World
 
-# The ranks add up their sums, and check for a stop signal, every so many steps,
+# How many steps apart the ranks add up their sums, and check for a stop signal.
 LOOK_EVERY = 10
-# or after so many seconds if steps are slow: launchers kill a run 30 s or more after SIGTERM.
+# At most this many seconds apart: launchers kill a run 30 s or more after SIGTERM.
 LOOK_AFTER = 5
-# Each check stalls the GPU. At least so many seconds apart, they cost about 1% of the time.
+# On a GPU at least this many seconds apart: each check stalls it, and should take about 1% of time.
 LOOK_NOT_WITHIN = 0.02
 
 
@@ -85,7 +85,7 @@ class Run:
         found = self._begin_or_resume(optional)
         self.log.start(self.config | self.facts, [self._setup(), *self._lines(found)])
         if self.position.over:
-            world.say("nothing left to do: the run has had its --epochs or --max-steps")
+            world.say("nothing left to do: the run has reached its --epochs or --max-steps")
 
     def _begin_or_resume(self, optional):
         """Lock the folder, and load the checkpoint of --resume; return what was found."""
@@ -156,8 +156,8 @@ class Run:
         save. With --accumulate a step has several batches, and `ends_step` is true for the last
         one. A `break` would leave a step uncounted: leave the outer loop instead.
 
-        A step that takes longer than --timeout kills this process. So does SIGTERM during the first
-        step, as there is nothing to save yet; after that it asks the run to save and stop.
+        The watchdog kills this process if a step takes longer than --timeout. SIGTERM kills it during
+        the first step, as there is nothing to save yet; later it asks the run to save and stop.
         """
         self._refuse_break()
         if self.to_record:
@@ -207,7 +207,7 @@ class Run:
     def batches(self, loader: Iterable) -> Iterator:
         """Yield the batches of `loader` on the device, to evaluate; with --dry-run only one.
 
-        A batch that takes longer than --timeout kills this process.
+        The watchdog kills this process if a batch takes longer than --timeout.
         """
         for batch in self.watchdog.watch(loader):
             yield to_device(batch, self.world.device)

@@ -30,7 +30,7 @@ def download(folder: Path, files: list[str], fetch) -> None:
     # A missing folder is created only with its files, so a typo leaves no folder behind.
     place = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     before = socket.getdefaulttimeout()
-    # Time out after so many seconds without a byte; the default is never.
+    # Time out after this many seconds without a byte; the default is never.
     socket.setdefaulttimeout(30)
     try:
         with (

@@ -37,7 +37,7 @@ def load(
 ) -> tuple[TensorDataset, TensorDataset]:
     """MNIST: 60,000 training and 10,000 validation images, uint8 [1, 28, 28], with labels 0..9.
 
-    Downloads it if `folder` lacks it. With `synthetic`, generates so many images. If files differ
+    Downloads it if `folder` lacks it. With `synthetic`, generates that many images. If files differ
     from MNIST's, such as your own images in their place, `world` prints their names.
     Raises InputError if files are damaged or missing. Source: LeCun, Cortes, Burges.
     """

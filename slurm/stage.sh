@@ -27,7 +27,7 @@ copy() {
     mkdir -p "$to"
     # In /tmp, anybody can create a folder of this name before the job does.
     if [ ! -O "$to" ] || [ -L "$to" ]; then
-        fail "$to is of another user on $(hostname)"
+        fail "$to belongs to another user on $(hostname)"
     fi
     free=$(df --output=avail --block-size=1 "$to" | tail -n 1)
     [ "$needed" -le "$free" ] ||

@@ -21,7 +21,7 @@ unpack() {
     mkdir -p "$to"
     # In /tmp, anybody can create a folder of this name before the job does.
     if [ ! -O "$to" ] || [ -L "$to" ]; then
-        fail "$to is of another user on $(hostname)"
+        fail "$to belongs to another user on $(hostname)"
     fi
     [ ! -e "$to/.unpacked" ] || return 0
     tar -xf "$archive" -C "$to" || fail "$(hostname) cannot unpack $archive to $to"

@@ -1,4 +1,4 @@
-"""What a launcher has set for this process, and how it ends: an error is one line."""
+"""How a launcher starts a recipe, and how the recipe ends: an error is one line."""
 
 import atexit
 import ctypes

@@ -30,10 +30,10 @@ from hook_tools import (
     split_batch_norm,
 )
 
-# The first steps are recorded in full, and then one in so many.
+# Record the first steps in full, and then every EVERY-th.
 FIRST = 5
 EVERY = 50
-# A pass ends after so many batches and steps, and the run after so many passes that train.
+# End a pass after this many batches and steps, and the run after this many training passes.
 BATCHES = 50
 STEPS = 10
 PASSES = 3

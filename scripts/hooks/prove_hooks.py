@@ -24,7 +24,7 @@ EPOCH_STEPS = 4
 # A prime, so that no number of ranks and no batch size divides it.
 VAL_SAMPLES = 37
 VAL_BATCH = 5
-# After so many steps, everything that training changes has changed.
+# By this many steps later, everything that training changes has changed.
 LOOK_AGAIN_AFTER = 3
 # A longer list of numbers is data, not state.
 LONGEST_VARIABLE = 20

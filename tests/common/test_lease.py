@@ -49,7 +49,7 @@ def test_a_folder_in_use_is_refused(start, running):
     said = compute(start, running.folder, status=2)
     assert re.fullmatch(
         rf"single.py: log is in use by process {running.process.pid} on \S+: "
-        r"wait for its end, or choose another --log-dir\n",
+        r"wait until it ends, or choose another --log-dir\n",
         said,
     )
     at = running.output().count("epoch")

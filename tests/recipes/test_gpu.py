@@ -162,7 +162,7 @@ def test_batches_of_other_shapes(tmp_path):
     ("command", "says"),
     [
         ("python {}/mnist/single.py --device cpu", "needs a CUDA device"),
-        ("PRETENDED_GPUS=1 python {}/imagenet/single.py --accumulate 2", "not go with --accum"),
+        ("PRETENDED_GPUS=1 python {}/imagenet/single.py --accumulate 2", "not work with --accum"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_go_with_a_cuda_graph(command, says, tmp_path):

@@ -251,10 +251,10 @@ WATCHED = {
     "optimizer before fully_shard": (
         "fsdp",
         Mistake(
-            "    # fsdp: layer by layer",
+            "    # fsdp: forward and backward gather",
             "    optimizer = torch.optim.SGD(list(model.parameters()), args.lr)\n"
-            "    # fsdp: layer by layer",
-            r"no weight of optimizer 1 ever got a gradient: they are of no model",
+            "    # fsdp: forward and backward gather",
+            r"no weight of optimizer 1 ever got a gradient: they belong to no model",
         ),
         Mistake(
             "    optimizer = torch.optim.SGD(model.parameters(), "
