@@ -156,8 +156,8 @@ class Run:
         save. With --accumulate a step has several batches, and `ends_step` is true for the last
         one. A `break` would leave a step uncounted: leave the outer loop instead.
 
-        The watchdog kills this process if a step takes longer than --timeout. SIGTERM kills it in the
-        first step, as there is nothing to save yet; later it asks the run to save and stop.
+        The watchdog kills this process if a step takes longer than --timeout. SIGTERM kills it in
+        the first step, as there is nothing to save yet; later it asks the run to save and stop.
         """
         self._refuse_break()
         if self.to_record:
