@@ -353,15 +353,15 @@ COMPARED = {
     "accumulation that is not divided": (
         "ddp_launch",
         Mistake(
-            "        for images, labels in train_loader:\n",
-            "        for number, (images, labels) in enumerate(train_loader):\n",
+            "enumerate(train_loader, 1)",
+            "enumerate(train_loader)",
             r"the gradient of a step is the sum of 2 batches",
             "look",
         ),
         Mistake(
             "            optimizer.zero_grad()\n" + BACKWARD,
             "            loss.backward()\n"
-            "            if number % 2:\n"
+            "            if step % 2:\n"
             "                optimizer.step()\n"
             "                optimizer.zero_grad()\n",
             "",

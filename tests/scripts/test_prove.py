@@ -185,7 +185,7 @@ SEEN_AT_ONCE = [
         "a state of each rank",
         LOOP,
         "    run.best.update(world.rank)\n" + LOOP,
-        {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 is not that"},
+        {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 differs from rank 0"},
     ),
     Fault(
         "the same dropout on all ranks",
