@@ -68,7 +68,7 @@ def main():
 
 
 def is_like(weights: dict[str, torch.Tensor], value) -> bool:
-    """Whether `value` has tensors of the same shapes, like an average of the weights."""
+    """Whether `value` has tensors of the same shapes, as an average of the weights has."""
     return is_state_dict(value) and sorted_shapes(value) == sorted_shapes(weights)
 
 
