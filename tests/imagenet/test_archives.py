@@ -259,17 +259,6 @@ def test_a_joined_tar(tree, tmp_path):
 
 
 @pytest.mark.check
-def test_a_joined_zip(tree, tmp_path):
-    """`cat a.zip b.zip` gives a zip with the files of the second one."""
-    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
-    whole = (tmp_path / archives.ZIP).read_bytes()
-    for before in (whole, b"more"):
-        (tmp_path / archives.ZIP).write_bytes(before + whole)
-        with pytest.raises(InputError, match=f"{archives.ZIP} has more than one archive in it"):
-            archives.find(tmp_path)
-
-
-@pytest.mark.check
 @pytest.mark.parametrize(
     "begin", [b"", b"no archive" * 100, b"\x1f\x8b" + bytes(1000)], ids=["empty", "text", "gzip"]
 )
@@ -279,16 +268,6 @@ def test_what_is_no_archive(begin, name, tmp_path):
     says = rf"{name} was cut off or damaged, or is no (zip|uncompressed tar) .*: fetch it again"
     with pytest.raises(InputError, match=says):
         archives.Archive(tmp_path / name, "train")
-
-
-def test_a_damaged_header(tree, tmp_path):
-    pack(tmp_path / "train.tar", files_of(tree / "train"))
-    content = bytearray((tmp_path / "train.tar").read_bytes())
-    offset = content.index(b"ustar", 1000) - 257
-    content[offset] ^= 1
-    (tmp_path / "train.tar").write_bytes(content)
-    with pytest.raises(InputError, match=rf"damaged.*no header at offset {offset}\)"):
-        archives.Archive(tmp_path / "train.tar", "train")
 
 
 @pytest.mark.check
@@ -308,21 +287,90 @@ def test_links_and_sparse_files(make, tree, tmp_path):
 
 
 @pytest.mark.check
-def test_tars_within_tars_within_tars(tree, tmp_path):
-    content = jpeg_of(tree)
-    for name in ("1.jpg", "cat.tar", "more.tar"):
-        pack(tmp_path / "train.tar", {name: content})
-        content = (tmp_path / "train.tar").read_bytes()
-    with pytest.raises(InputError, match="a tar within a tar within a tar"):
+def test_a_damaged_header(tree, tmp_path):
+    """tarfile takes it for the end."""
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    content = bytearray((tmp_path / "train.tar").read_bytes())
+    offset = content.index(b"ustar", 1000) - 257
+    content[offset] ^= 1
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(InputError, match=rf"damaged.*no header at offset {offset}\)"):
         archives.Archive(tmp_path / "train.tar", "train")
 
 
 @pytest.mark.check
-def test_a_name_of_any_length(tree, tmp_path):
-    image = jpeg_of(tree)
-    pack(tmp_path / "train.tar", {f"cat/{'a/' * 5000}1.jpg": image}, format=tarfile.PAX_FORMAT)
-    with pytest.raises(InputError, match="names of over 4096 bytes"):
+def test_a_joined_zip(tree, tmp_path):
+    """`cat a.zip b.zip` gives a zip with the files of the second one."""
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    path = tmp_path / archives.ZIP
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(InputError, match=f"{archives.ZIP} has more than one archive in it"):
+        archives.find(tmp_path)
+
+
+@pytest.mark.check
+def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr("train/cat/0.jpg", b"0123456789")
+    content = bytearray((tmp_path / "train.zip").read_bytes())
+    size_in_directory = content.index(b"PK\x01\x02") + 20
+    content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
+    (tmp_path / "train.zip").write_bytes(content)
+    with pytest.raises(InputError, match=r"train\.zip names places behind its end"):
+        archives.Archive(tmp_path / "train.zip", "train")
+
+
+def tar_in_tar(tmp_path):
+    pack(tmp_path / "cat.tar", {"1.jpg": b""})
+    pack(tmp_path / "more.tar", {"cat.tar": tmp_path / "cat.tar"})
+    return tmp_path / "more.tar"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("1.jpg", "train.tar:1.jpg is in no folder"),
+        ("bird/1.jp2", "train.tar/bird has no images, but 1 .jp2"),
+        (f"cat/{'a/' * 5000}1.jpg", "names of over 4096 bytes"),
+        ("more.tar", "a tar within a tar within a tar"),
+    ],
+)
+def test_refused(name, says, tree, tmp_path):
+    content = tar_in_tar(tmp_path) if name == "more.tar" else b""
+    pack(tmp_path / "train.tar", {**files_of(tree / "train"), name: content})
+    with pytest.raises(InputError, match=re.escape(says)):
         archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.check
+def test_other_files(tree, tmp_path):
+    """Hidden ones, such as those of macOS, do not count; the others are counted, as in folders."""
+    of_mac = {f"{CLASSES[0]}/._1.JPEG": b"Mac", "._more.tar": b"Mac", "__MACOSX/._1.JPEG": b"Mac"}
+    others = {f"{CLASSES[0]}/a.avif": b"", "labels.csv": b""}
+    pack(tmp_path / "train.tar", {**of_mac, **files_of(tree / "train"), **others})
+    # The second time from the index.
+    for _ in range(2):
+        found = archives.Archive(tmp_path / "train.tar", "train")
+        assert len(found) == 24
+        assert found.left_out == "1 .csv, 1 .avif (such as 'labels.csv')"
+
+
+@pytest.mark.check
+def test_what_is_missing(tree, tmp_path):
+    """A class, the labels, or an archive."""
+    files = files_of(tree / "val")
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    pack(tmp_path / "val.tar", {name: files[name] for name in files if CLASSES[1] not in name})
+    with pytest.raises(InputError, match=rf"val.tar/{CLASSES[1]} is missing, but .*train.tar/"):
+        jpegs.find_files(tmp_path)
+    (tmp_path / "train.tar").unlink()
+    with pytest.raises(InputError, match=r"train.tar: No such file"):
+        jpegs.find_files(tmp_path)
+    original(tree, tmp_path)
+    (tmp_path / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    with pytest.raises(InputError, match=r"has no ILSVRC2012_devkit.*https://image-net.org"):
+        jpegs.find_files(tmp_path)
 
 
 @pytest.mark.check
@@ -352,64 +400,8 @@ def test_the_memory_that_an_index_takes(tmp_path):
     assert peak / images < 300
 
 
-@pytest.mark.check
-def test_hidden_files_are_no_images(tree, tmp_path):
-    """macOS packs ._1.JPEG with each 1.JPEG, and ._cat.tar with cat.tar."""
-    of_mac = {f"{CLASSES[0]}/._1.JPEG": b"Mac", "._more.tar": b"Mac", "__MACOSX/._1.JPEG": b"Mac"}
-    pack(tmp_path / "train.tar", {**of_mac, **files_of(tree / "train")})
-    found = archives.Archive(tmp_path / "train.tar", "train")
-    assert len(found) == 24
-    assert found.left_out == ""
-
-
-@pytest.mark.check
-def test_files_with_other_endings_are_counted(tree, tmp_path):
-    """As in folders, and also when the index is there already."""
-    packed = {f"./train/{name}": b"" for name in (f"{CLASSES[0]}/a.avif", "labels.csv")}
-    pack(tmp_path / "train.tar", {**files_of(tree / "train", "./train/"), **packed, "README": b""})
-    for _ in range(2):
-        found = archives.Archive(tmp_path / "train.tar", "train")
-        assert found.left_out == "1 .csv, 1 .avif (such as 'labels.csv')"
-    pack(tmp_path / "wrong.tar", {**files_of(tree / "train"), "bird/1.jp2": b""})
-    with pytest.raises(InputError, match=r"wrong.tar/bird has no images, but 1 .jp2"):
-        archives.Archive(tmp_path / "wrong.tar", "train")
-
-
-def test_one_class(tree, tmp_path):
-    """A folder too many: each answer would be right."""
-    for split in ("train", "val"):
-        pack(tmp_path / f"{split}.tar", files_of(tree / split, f"{split}/images/"))
-    with pytest.raises(InputError, match=r"train.tar/images is the only class"):
-        archives.find(tmp_path)
-
-
 def jpeg_of(tree):
     return next((tree / "train" / CLASSES[0]).iterdir()).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("layout", "gone", "says"),
-    [
-        ("tar of tars", "ILSVRC2012_devkit_t12.tar.gz", ["no ILSVRC2012_devkit", "image-net.org"]),
-        ("tar of tars", archives.VAL, [f"{archives.VAL}: No such file"]),
-        ("tar of folders", "train.tar", ["train.tar: No such file"]),
-    ],
-)
-def test_a_file_is_missing(layout, gone, says, tree, tmp_path):
-    LAYOUTS[layout](tree, tmp_path)
-    (tmp_path / gone).unlink()
-    with pytest.raises(InputError) as raised:
-        jpegs.find_files(tmp_path)
-    for part in says:
-        assert part in str(raised.value)
-
-
-def test_a_class_is_missing(tree, tmp_path):
-    of_folders(tree, tmp_path)
-    files = files_of(tree / "val")
-    pack(tmp_path / "val.tar", {name: files[name] for name in files if CLASSES[1] not in name})
-    with pytest.raises(InputError, match=f"val.tar/{CLASSES[1]} is missing, but .*train.tar/"):
-        jpegs.find_files(tmp_path)
 
 
 def test_an_image_that_cannot_be_decoded(loader, tree, tmp_path):
@@ -438,18 +430,6 @@ def test_a_damaged_image_in_a_zip(method, tree, tmp_path, monkeypatch):
         found.records["size"] -= 1
     with pytest.raises(InputError, match=rf"{archives.ZIP}:{CLASSES[0]}/.*: its CRC is wrong"):
         found.read(0)
-
-
-@pytest.mark.check
-def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
-    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
-        archive.writestr("train/cat/0.jpg", b"0123456789")
-    content = bytearray((tmp_path / "train.zip").read_bytes())
-    size_in_directory = content.index(b"PK\x01\x02") + 20
-    content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
-    (tmp_path / "train.zip").write_bytes(content)
-    with pytest.raises(InputError, match=r"train\.zip names places behind its end"):
-        archives.Archive(tmp_path / "train.zip", "train")
 
 
 @pytest.mark.check
@@ -578,16 +558,11 @@ def test_an_archive_that_is_replaced(tree, tmp_path):
     found.descriptor = None
     with pytest.raises(InputError, match=r"train.tar has changed during the run: start it again"):
         found.read(0)
-
-
-def test_an_archive_that_shrinks(tree, tmp_path):
-    path = tmp_path / "train.tar"
-    pack(path, files_of(tree / "train"))
     found = archives.Archive(path, "train")
     found.read(0)
     os.truncate(path, 1000)
     with pytest.raises(InputError, match=r"\(which has changed during the run\):.* ends before it"):
-        found.read(23)
+        found.read(5)
 
 
 @pytest.mark.check
@@ -695,13 +670,12 @@ def header_of(name, size, kind=b"0"):
         header_of("long", -1, tarfile.GNUTYPE_LONGNAME),
         header_of("long", 2**40, tarfile.GNUTYPE_LONGNAME),
         header_of("pax", 2**40, tarfile.XHDTYPE),
-        header_of("long", 2**22, tarfile.GNUTYPE_LONGNAME) + b"a" * 2**22 + header_of("x", 0),
         header_of("pax", 512, tarfile.XHDTYPE)
         + b"13 size=-512\n".ljust(512, b"\0")
         + header_of("cat/1.jpg", 0),
         2000 * (header_of("long", 4, tarfile.GNUTYPE_LONGNAME) + b"cat\0".ljust(512, b"\0")),
     ],
-    ids=["back", "name", "endless name", "endless text", "4 MiB", "back, in a text", "names"],
+    ids=["back", "name", "endless name", "endless text", "back, in a text", "names"],
 )
 def test_a_tar_with_absurd_sizes(begin, tmp_path):
     """It is refused, and not read without end, or into memory."""
