@@ -335,7 +335,9 @@ MUTANTS = [
     Mutant(
         "two jobs in one folder",
         "common/lease.py",
-        {"        acquire_or_raise(lease)\n": ""},
+        {
+            "acquire_or_raise(lease)\n    except": "lease.force_break()\n        lease.acquire()\n    except"
+        },
         "tests/common/test_lease.py::test_a_folder_in_use_is_refused",
     ),
     # How a run ends.
