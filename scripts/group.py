@@ -105,6 +105,11 @@ class HorovodGroup(Group):
         self.hvd.shutdown()
 
 
+def launched() -> bool:
+    """Whether a launcher has started this process."""
+    return any(name in os.environ for name in launch.RANKS)
+
+
 def join(pick_device) -> Group:
     """Join the group that a launcher has started; without a launcher it is a group of one.
 
@@ -112,9 +117,7 @@ def join(pick_device) -> Group:
     """
     if "RANK" in os.environ:
         return TorchGroup(pick_device)
-    if any(name in os.environ for name in launch.RANKS):
-        return HorovodGroup(pick_device)
-    return Group(pick_device)
+    return HorovodGroup(pick_device) if launched() else Group(pick_device)
 
 
 def sum_is_right(group, size):
