@@ -471,12 +471,8 @@ def main():
         say(f"warning: {warning}")
     but = " but for the warnings" if warnings else ""
     hosts = len({rank["host"] for rank in ranks})
-    where = f"{hosts} host{'s' if hosts > 1 else ''}"
-    hardware = machine.hardware(group.device)
-    say(
-        f"doctor: all is well{but}: world size {group.world_size} on {where}, "
-        f"device {group.device.type} ({hardware})"
-    )
+    where = f"{hosts} host{'s' if hosts > 1 else ''}, device {devices.describe(group.device)}"
+    say(f"doctor: all is well{but}: world size {group.world_size} on {where}")
     group.leave()
 
 
