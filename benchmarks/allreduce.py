@@ -65,7 +65,7 @@ def measure(group, args) -> dict:
         if group.rank == 0:
             print(line, flush=True)
 
-    hosts = sorted(set(group.gather_text(socket.gethostname())))
+    hosts = sorted(set(group.gather_values(socket.gethostname())))
     processes = f"{group.world_size} processes on {', '.join(hosts)}"
     say(f"{group.backend}: {processes}, device {devices.describe(group.device)}\n")
     say("| bytes | time (us) | spread | algorithm bandwidth (GB/s) | bus bandwidth (GB/s) |")

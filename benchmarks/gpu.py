@@ -167,7 +167,8 @@ def run(args, name, line, limit):
     with tempfile.TemporaryDirectory() as folder:
         log_dir = Path(folder, "log")
         if is_recipe:
-            line += f" --log-dir {log_dir}"
+            # A line of the log has the memory.
+            line += f" --log-seconds 0.5 --log-dir {log_dir}"
             if args.device == "cpu":
                 line += " --device cpu"
         with Command(line, cwd=runs.ROOT) as command:
@@ -179,7 +180,9 @@ def run(args, name, line, limit):
             result["says"] = "; ".join(x for x in command.lines() if x.startswith(parts))
         if epochs := logged(log_dir, "evaluation"):
             result["epochs"] = epochs
-            result["gib"] = logged(log_dir, "step")[-1].get("perf/gpu_gib")
+            result["gib"] = max(
+                (step.get("perf/gpu_gib", 0) for step in logged(log_dir, "step")), default=0
+            )
         for trace in log_dir.glob("trace*"):
             copied = args.out / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{trace.name}"
             shutil.copy(trace, copied)
