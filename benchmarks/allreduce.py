@@ -94,11 +94,12 @@ def measure(group, args) -> dict:
 
 def measure_each(args) -> None:
     """Start this script under each launcher, and write the results."""
+    names = runs.launchers()
     measured = machine.about("LAUNCHER benchmarks/allreduce.py") | {"runs": []}
     script = f"{__file__} --max-bytes {args.max_bytes} --repeats {args.repeats}"
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
-        for name in runs.launchers():
+        for name in names:
             for processes in args.processes:
                 runs.run(f"{runs.LAUNCHERS[name].format(processes)} {script} --json {figures}")
                 measured["runs"].append(json.loads(figures.read_text()))
