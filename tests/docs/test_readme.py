@@ -4,7 +4,6 @@ Ranks are forked, with flags appended that make a run short. tests/recipes/test_
 launchers themselves.
 """
 
-import importlib.util
 import pickle
 import re
 import shutil
@@ -74,8 +73,6 @@ SHORTER = {
     "examples/": "-b 16",
     "../my_project/": "-b 16",
     "scripts/doctor.py": "-b 16 --device cpu",
-    "benchmarks/jpeg_tree.py": "--images 20",
-    "benchmarks/jpeg_loader.py": "--repeats 1",
 }
 RECIPE = re.compile(r"(mnist|cifar10|imagenet|examples|\.\./my_project)/")
 
@@ -194,8 +191,6 @@ def compute_short(command, folder):
 
 def type_command(command, folder):
     if program_of(command) in ("python", "torchrun", "horovodrun", "mpirun"):
-        if "jpeg_loader" in command:
-            need(importlib.util.find_spec("nvidia.nvimgcodec"), "pip install nvidia-nvimgcodec")
         compute_short(command, folder)
     else:
         files_differ = program_of(command) == "diff"
