@@ -336,7 +336,7 @@ MUTANTS = [
         "two jobs in one folder",
         "common/lease.py",
         {
-            "acquire_or_raise(lease)\n    except": "lease.force_break()\n        lease.acquire()\n    except"
+            "        acquire_or_raise(lease)\n": "        lease.force_break()\n        lease.acquire()\n"
         },
         "tests/common/test_lease.py::test_a_folder_in_use_is_refused",
     ),
