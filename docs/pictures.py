@@ -22,8 +22,8 @@ import numpy as np
 DOCS = Path(__file__).parent
 DRAWINGS = DOCS / "drawings"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-# What a timeline of Horovod calls the stages of a gradient, and what the picture does. A later one is
-# drawn over the one that it is a part of.
+# The stages of a gradient in a timeline of Horovod, and their names in the picture. The all-reduce is
+# a part of the stage before it, and is drawn over it.
 STAGES = {
     "NEGOTIATE_ALLREDUCE": ("one rank has it, and waits for the other", "lightgrey"),
     "ALLREDUCE": ("queued, and copied to and from the fusion buffer", "tab:orange"),
@@ -57,7 +57,7 @@ def published() -> None:
     axis.plot(gpus, cifar, "o-", label="CIFAR-10, the whole run")
     axis.plot(gpus, mnist, "s-", label="MNIST, the whole run")
     axis.plot(gpus[known], cifar_alone[known], "^-", label="CIFAR-10, its 32 epochs alone")
-    label = f"C/p + c + 2(p-1)α, fitted to the last (off by up to {error:.0%})"
+    label = rf"C/p + c + 2(p-1)$\alpha$, fitted to the last (off by up to {error:.0%})"
     axis.plot(gpus, model, "k--", label=label)
     axis.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="seconds")
     axis.minorticks_off()
