@@ -61,7 +61,7 @@ NOT_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "tests/helpers/launch.py sets it for all tests",
     "torch.distributed.launch": "a name in a sentence",
     "horovodrun --min-np": "a name in a sentence",
-    "tensorboard --logdir": "docs/screenshot.py starts it",
+    "tensorboard --logdir": "a server, for a browser",
     "NVIDIA/apex": "it builds for a GPU, from GitHub",
     "pip download": "scripts/install_horovod.sh does it",
 }
@@ -193,10 +193,7 @@ def compute_short(command, folder):
 
 
 def type_command(command, folder):
-    if "docs/screenshot.py" in command:
-        need(shutil.which("chromium"), "apt-get install chromium")
-        run(command, folder)
-    elif program_of(command) in ("python", "torchrun", "horovodrun", "mpirun"):
+    if program_of(command) in ("python", "torchrun", "horovodrun", "mpirun"):
         if "jpeg_loader" in command:
             need(importlib.util.find_spec("nvidia.nvimgcodec"), "pip install nvidia-nvimgcodec")
         compute_short(command, folder)

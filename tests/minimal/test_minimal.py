@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from diffs import MARK, changes, comment_above, is_comment
 from forked import ForkedJob, compute
 from launch import (
     Job,
@@ -19,7 +20,6 @@ from launch import (
 )
 from recipes import MINIMAL, ROOT, commands, imports
 
-from docs.changes import MARK, changes, comment_above, is_comment
 from minimal import single
 
 FILES = sorted(MINIMAL.glob("*.py"))
