@@ -22,8 +22,8 @@ import numpy as np
 DOCS = Path(__file__).parent
 DRAWINGS = DOCS / "drawings"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-# The stages of a gradient in a timeline of Horovod, and their names in the picture. The last is drawn
-# over the one before, of which it is a part.
+# The stages of a gradient in a timeline of Horovod, and their names in the picture. The last is a
+# part of the one before, and is drawn over it.
 STAGES = {
     "NEGOTIATE_ALLREDUCE": ("one rank has it, and waits for the other", "lightgrey"),
     "ALLREDUCE": ("queued, and copied to and from the fusion buffer", "tab:orange"),
