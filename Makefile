@@ -1,5 +1,6 @@
 # make demo: train on all GPUs, or on two processes. make check: lint and the quick tests. make test: all tests.
 # make benchmarks: measure this machine. make gpu: measure one GPU. make fuzz: more random checkpoints and archives.
+# make site: the documents as a site. make compare: docs/compare.html, after a change of a recipe.
 # make mutants: see that the tests notice faults that are put into the code. Each creates .venv first.
 VENV ?= .venv
 PYTHON ?= python3
@@ -56,8 +57,17 @@ gpu: $(VENV)/.tools
 fuzz: $(VENV)/.tools
 	FUZZ=200000 $(PYTEST) --timeout 0 tests/common tests/imagenet -k fuzz
 
+# The documents with a search, in .site/html; and the page that shows two scripts side by side.
+site: $(VENV)/.tools
+	rm -rf .site
+	git checkout-index --all --prefix=.site/files/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+compare: $(VENV)/.tools
+	$(VENV)/bin/python docs/compare.py
+
 # ARGS="fsdp watchdog": those with one of these words in their names
 mutants: $(VENV)/.tools $(VENV)/.horovod
 	$(VENV)/bin/python tests/mutants.py $(ARGS)
 
-.PHONY: demo check test lint benchmarks gpu fuzz mutants
+.PHONY: demo check test lint benchmarks gpu fuzz site compare mutants

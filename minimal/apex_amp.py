@@ -104,12 +104,15 @@ def main(local_rank, args):
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     # dist: averages gradients in backward. `model` itself is the one to evaluate and to save.
     ddp_model = DistributedDataParallel(model)
+    # dist: else all ranks print it.
+    if rank == 0:
+        print(f"{world_size} processes on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
         # A new order in each epoch, and the same orders in each run.
         # dist: the same on all ranks. Without it, each epoch has the order of the first.
         sampler.set_epoch(epoch)
         model.train()
-        for images, labels in train_loader:
+        for step, (images, labels) in enumerate(train_loader, 1):
             # dist: through the wrapper; else no gradient is averaged.
             logits = ddp_model(images.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
@@ -118,6 +121,9 @@ def main(local_rank, args):
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
+            # dist: the loss of rank 0's own images.
+            if rank == 0 and step % 200 == 0:
+                print(f"epoch {epoch + 1}, step {step}: loss {loss.item():.4f}")
         accuracy = evaluate(model, test_loader, device)
         # dist: else all ranks print, and write the same file.
         if rank == 0:

@@ -57,16 +57,19 @@ def main():
     torch.manual_seed(0)
     model = convnet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    print(f"1 process on {device.type}, {len(train_loader)} steps per epoch")
     for epoch in range(args.epochs):
         # A new order in each epoch, and the same orders in each run.
         sampler.generator.manual_seed(epoch)
         model.train()
-        for images, labels in train_loader:
+        for step, (images, labels) in enumerate(train_loader, 1):
             logits = model(images.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if step % 200 == 0:
+                print(f"epoch {epoch + 1}, step {step}: loss {loss.item():.4f}")
         accuracy = evaluate(model, test_loader, device)
         print(f"epoch {epoch + 1}: accuracy {accuracy:.2%}")
         torch.save(model.state_dict(), "mnist.pt")

@@ -171,7 +171,7 @@ def starts():
 
 @pytest.mark.parametrize("group", list(starts()))
 def test_docstring_command(group, more, tmp_path):
-    """It prints a line for each epoch, once, and nothing else; it learns, and saves its model.
+    """It prints a line at its start and for each epoch, once; it learns, and saves its model.
 
     Its accuracy is that of the saved model, whose BatchNorm has the statistics of rank 0: the
     others evaluate with them, too.
@@ -188,8 +188,12 @@ def test_docstring_command(group, more, tmp_path):
     output = "".join(job.output() for job in started)
     # Gloo of torch 2.8 says that it has connected, and the lines of two ranks can mix.
     output = re.sub(r"^(.* peer ranks.*|\d*)\n", "", output, flags=re.MULTILINE)
+    meets = rf"machine [01] of 2: all of them meet at 127.0.0.1:{port}\n"
+    output, machines = re.subn(meets, "", output)
+    assert machines == (2 if len(group) == 2 else 0)
     assert status == [0] * len(group), output
-    pattern = "".join(rf"epoch {epoch}: accuracy (\d+\.\d\d)%\n" for epoch in (1, 2, 3))
+    pattern = r"\d process(?:es)? on cpu, \d+ steps per epoch\n"
+    pattern += "".join(rf"epoch {epoch}: accuracy (\d+\.\d\d)%\n" for epoch in (1, 2, 3))
     printed = re.fullmatch(pattern, output)
     assert printed, output
     accuracy = float(printed[3])

@@ -1,0 +1,59 @@
+"""The site of the documents, as `make site` builds it: its links hold, and its search finds."""
+
+import shutil
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from launch import need, run
+from recipes import ROOT
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of the site. It is not built if a link does not hold."""
+    need(shutil.which("mkdocs", path=f"{sys.prefix}/bin"), "make .venv/.tools")
+    need((ROOT / ".git").exists(), "a clone of the repository")
+    # The environment is there: it is not made again.
+    run(f"make --assume-old {sys.prefix}/.tools VENV={sys.prefix} site", ROOT)
+    return ROOT / ".site" / "html"
+
+
+@pytest.mark.check
+def test_links(site):
+    assert 'href="docs/minimal/"' in (site / "index.html").read_text()
+
+
+@pytest.fixture
+def address(site):
+    """That of the site, which this process serves."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_search_and_pages(address):
+    need(shutil.which("chromium"), "apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Chromium refuses its sandbox to root.
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page()
+        page.goto(address)
+        assert "torchrun --nproc-per-node" in page.locator("article").inner_text()
+        page.locator("input.md-search__input").fill("loss scale")
+        page.locator(".md-search-result__link", has_text="fp16").first.wait_for(state="attached")
+        page.goto(f"{address}/docs/compare.html#mnist/single.py...mnist/hvd.py")
+        assert page.get_by_label("right").input_value() == "mnist/hvd.py"
