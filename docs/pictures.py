@@ -94,7 +94,7 @@ def timeline() -> None:
     lines = (DRAWINGS / "timeline.jsonl").read_text().splitlines()
     gradients = [json.loads(line) for line in lines]
     first = min(gradient["NEGOTIATE_ALLREDUCE"][0] for gradient in gradients)
-    figure, axis = plt.subplots(figsize=(8, 3.5))
+    figure, axis = plt.subplots(figsize=(9, 3.8))
     for row, gradient in enumerate(gradients):
         for stage, (_, colour) in STAGES.items():
             start, length = gradient[stage]
@@ -103,7 +103,8 @@ def timeline() -> None:
     axis.invert_yaxis()
     axis.set(xlabel="milliseconds", title="Gradients of one step, from the last layer to the first")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for _, colour in STAGES.values()]
-    axis.legend(handles, [text for text, _ in STAGES.values()], loc="upper right", fontsize=8)
+    texts = [text for text, _ in STAGES.values()]
+    axis.legend(handles, texts, loc="upper center", bbox_to_anchor=(0.45, -0.18), ncol=3)
     save(figure, "timeline")
 
 
