@@ -1,8 +1,7 @@
 """Measure the memory that a save and a resume take on each rank, beside torch, DCP and accelerate.
 
-    python benchmarks/memory.py --out benchmarks/results
     python benchmarks/memory.py --layers 6 30 --ranks 1 2 4
-    python benchmarks/memory.py --layers 2 --only "torch.save" "torch.load"
+    python benchmarks/memory.py --layers 2 --only "torch.save" "torch.load" --out /tmp/memory
 
 The unit is the state: the float32 weights of a stack of linear layers of 16.8 million parameters
 each, and the momentum of SGD. A rank that trains holds 1.5 of it: weights, gradients, momentum.
@@ -14,6 +13,7 @@ share its pages and the kernel may drop them.
 import argparse
 import contextlib
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,17 +21,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import runs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-import runs
-
 from common import checkpoint, flags, fsdp, weights
-from common.errors import RunError
 from common.metadata import Metadata
 from common.process import launch
 from common.ranks import World
@@ -57,22 +54,15 @@ except (OSError, StopIteration):
 def parse_args():
     parser = flags.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--layers",
-        type=flags.positive_int,
-        nargs="+",
-        default=[6],
-        help="linear layers of 16.8 M parameters; more than fit are left out",
-    )
+    layers = "linear layers of 16.8 M parameters; more than fit are left out"
+    add("--layers", type=flags.positive_int, nargs="+", default=[6], help=layers)
     add("--ranks", type=flags.positive_int, nargs="+", default=[2], help="processes")
     add("--only", choices=CASES, nargs="+", default=list(CASES), help="measure these")
-    add("--out", type=Path, help="folder for memory.md and memory.json; default: only print")
+    runs.add_out(parser)
     # What the processes get that it starts.
     add("--case", choices=CASES, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.threads = 1
-    return args
+    return parser.parse_args()
 
 
 class Training:
@@ -268,51 +258,56 @@ def state_bytes(layers):
 
 
 def measure(layers, case, ranks, folder):
-    """[(memory, seconds)] of the ranks, or None if a case needs what is not there."""
-    command = [
-        *("torchrun", "--standalone", f"--nproc-per-node={ranks}", __file__),
-        *("--layers", str(layers), "--case", case, "--folder", str(folder)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=runs.environment(1))
-    if "No module named 'accelerate'" in done.stderr:
-        return None
-    if done.returncode:
-        raise RunError(f"{case}: {done.stderr[-2000:]}")
-    lines = sorted(line.split() for line in done.stdout.splitlines() if line.startswith("case: "))
-    return [(float(memory), float(seconds)) for _, _, memory, seconds in lines]
-
-
-def page_of(layers, result, args):
-    """Measure, and return the table of a model with so many layers."""
-    state = state_bytes(layers)
-    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4e9
-    # 2.8: what dcp.async_save takes.
-    all_ranks = [ranks for ranks in args.ranks if 2.8 * state * ranks < free]
-    names = ["case"]
-    for ranks in all_ranks:
-        names += [f"{ranks} processes: rank 0", "seconds"] + ["another rank"] * (ranks > 1)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        for case in args.only:
-            row = [case]
-            for ranks in all_ranks:
-                found = measure(layers, case, ranks, Path(folder))
-                if found is None:
-                    break
-                result["cases"].append(
-                    {"layers": layers, "case": case, "processes": ranks, "of ranks": found}
-                )
-                (memory, seconds), *others = found
-                row += [f"{memory:.2f}", f"{seconds:.1f}" if seconds else ""]
-                row += [f"{max(others)[0]:.2f}"] if others else []
-            if len(row) > 1:
-                rows.append(row)
-                print(*row, file=sys.stderr)
-    millions = layers * WIDTH**2 / 1e6
-    return (
-        f"{millions:.0f} million parameters, a state of {state / 1e9:.1f} GB:\n\n"
-        f"{runs.table(names, rows)}\n"
+    """[(memory, seconds)] of the ranks."""
+    command = runs.run(
+        f"{runs.LAUNCHERS['ddp_launch'].format(ranks)} {__file__} --layers {layers} "
+        f"--case '{case}' --folder {folder}",
+        threads=1,
     )
+    found = sorted(line.split() for line in command.lines() if line.startswith("case: "))
+    return [(float(memory), float(seconds)) for _, _, memory, seconds in found]
+
+
+def measure_all(args):
+    """Yield the figures of each case, with each number of layers and of ranks that fits here."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 4e9
+    cases = args.only
+    if importlib.util.find_spec("accelerate") is None:
+        cases = [case for case in cases if not case.startswith("accelerate")]
+    for layers in args.layers:
+        with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+            for case in cases:
+                for ranks in args.ranks:
+                    # 2.8: what dcp.async_save takes.
+                    if 2.8 * state_bytes(layers) * ranks < free:
+                        found = measure(layers, case, ranks, Path(folder))
+                        run = {"layers": layers, "case": case, "processes": ranks}
+                        yield run | {"of ranks": found}
+
+
+def page(measured):
+    """A table with the most processes that each model was measured with."""
+    (one,) = measured
+    most = {}
+    for run in one["runs"]:
+        most[run["layers"]] = max(run["processes"], most.get(run["layers"], 1))
+    columns = ["case"]
+    for layers, ranks in most.items():
+        size = f"{layers * WIDTH**2 / 1e6:.0f} M parameters, {ranks} ranks"
+        columns += [f"{size}: rank 0", *(["another rank"] if ranks > 1 else []), "seconds"]
+    rows = {}
+    for run in one["runs"]:
+        if run["processes"] == most[run["layers"]]:
+            (memory, seconds), *others = run["of ranks"]
+            cells = [f"{memory:.2f}", *([f"{max(others)[0]:.2f}"] if others else [])]
+            row = rows.setdefault(run["case"], [run["case"]])
+            row += [*cells, f"{seconds:.1f}" if seconds else ""]
+    explained = (
+        "The most memory that is a rank's own, in units of the state: weights and momentum. "
+        "seconds: of the save or the load, on rank 0."
+    )
+    table = runs.table(columns, list(rows.values()))
+    return runs.document("Memory of a save and a resume", explained, table, runs.origin(one))
 
 
 def main():
@@ -320,17 +315,12 @@ def main():
     if args.case:
         run_case(args)
         return
-    result = runs.about(args) | {"cases": []}
-    page = (
-        f"# Memory of a save and a resume\n\n{runs.heading(result)}\n\n"
-        "The most memory of a rank that is its own, in units of the state: weights and momentum. "
-        "seconds: of the save or\nthe load, on rank 0.\n\n"
-    )
-    page += "\n".join(page_of(layers, result, args) for layers in args.layers)
-    if args.out:
-        runs.save(args, "memory", result, page)
-    else:
-        print(page)
+    measured = runs.about(1) | {"runs": []}
+    for run in measure_all(args):
+        print(run, file=sys.stderr)
+        measured["runs"].append(run)
+    runs.write(args.out, "memory", [measured], page([measured]))
+    print(page([measured]))
 
 
 if __name__ == "__main__":

@@ -27,15 +27,11 @@ goes on with the next.
 import ast
 import dataclasses
 import io
-import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import tokenize
 from pathlib import Path
 
@@ -45,23 +41,26 @@ from tqdm import tqdm
 
 from common import flags
 from common.errors import InputError, RunError
+from scripts.commands import Command
 
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUTS = ("examples", "horovod", "vision", "pytorch-image-models")
 # A pair that an earlier run measured with all this the same is not measured again.
 SAME = ("hardware", "threads", "versions", "commit", "epochs", "repeats", "commits", "venv")
 PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "timm")
+# What is measured of a command, and its form in the table.
+FIGURES = {
+    "seconds": "{:.1f}",
+    "images_per_sec": "{:,.0f}",
+    "memory": "{:.2f}",
+    "accuracy": "{:.2f}%",
+}
 
 MODEL = "digits.build(args.model)"
 OPTIMIZER = """torch.optim.SGD(
         model.parameters(), lr, args.momentum, weight_decay=args.weight_decay, fused=True
     )"""
 ADADELTA = "torch.optim.Adadelta(model.parameters(), lr)"
-MOMENTUM = """\
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-"""
 FLAGS = "--warmup-epochs 0 --log-dir log"
 
 
@@ -116,20 +115,6 @@ PEERS = {
         "mnist/single.py",
         "python {recipe} --lr 1 -b 64 --epochs {epochs}",
         {MODEL: "Net()", OPTIMIZER: ADADELTA},
-    ),
-    "pytorch/examples, MNIST, one process; ours in bf16, channels-last": Pair(
-        "examples/mnist/main.py",
-        "python {script} --epochs {epochs}",
-        "mnist/ddp_amp.py",
-        "torchrun --nproc-per-node=1 {recipe} --lr 1 -b 64 --epochs {epochs} --channels-last",
-        {MODEL: "Net()", OPTIMIZER: ADADELTA, MOMENTUM: ""},
-    ),
-    "horovod/examples, MNIST, two processes": Pair(
-        "horovod/examples/pytorch/pytorch_mnist.py",
-        "horovodrun -np 2 python {script} --data-dir ../data --epochs {epochs}",
-        "mnist/hvd.py",
-        "horovodrun -np 2 python {recipe} --lr 0.01 --momentum 0.5 -b 64 --epochs {epochs}",
-        {MODEL: "Net()"},
     ),
     "horovod/examples, MNIST, two processes, with mpi_yield_when_idle, which our recipe sets": Pair(
         "horovod/examples/pytorch/pytorch_mnist.py",
@@ -211,20 +196,17 @@ def lines_of_code(path):
     return len(lines)
 
 
-def missing(pair, arguments):
+def missing(pair, args):
     """What this machine lacks for a pair, or None."""
-    script = arguments.peers / pair.script
-    python = arguments.peers / "venv" / "bin" / "python"
-    if not script.exists():
-        return str(script)
-    if "{venv}" in pair.theirs and not python.exists():
-        return str(python)
-    path = runs.environment(arguments.threads)["PATH"]
-    if "horovodrun" in pair.ours and shutil.which("horovodrun", path=path) is None:
-        return "horovodrun"
-    if pair.data() == "imagenet" and arguments.tree is None:
-        return "--tree"
-    return None
+    needed = [args.peers / pair.script]
+    if "{venv}" in pair.theirs:
+        needed.append(args.peers / "venv" / "bin" / "python")
+    lacking = [str(path) for path in needed if not path.exists()]
+    if "horovodrun" in pair.ours and "hvd_gloo" not in runs.launchers():
+        lacking.append("horovodrun")
+    if pair.data() == "imagenet" and args.tree is None:
+        lacking.append("--tree")
+    return lacking[0] if lacking else None
 
 
 def own_copy(folder, recipe, changes, script):
@@ -250,34 +232,15 @@ def own_copy(folder, recipe, changes, script):
     return copy
 
 
-def measure(command, cwd, environment, images):
-    """Run a command.
-
-    Return its seconds, GiB of memory, images/s in training, and validation accuracy.
-    """
-    began = time.perf_counter()
-    lines = []
-    process = subprocess.Popen(
-        command.split(),
-        cwd=cwd,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    for line in process.stdout:
-        lines.append((time.perf_counter() - began, line.rstrip()))
-    _, status, used = os.wait4(process.pid, 0)
-    seconds, process.returncode = time.perf_counter() - began, os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RunError(
-            f"{command} ended with {process.returncode}: {lines[-1][1] if lines else ''}"
-        )
+def measure(line, folder, threads, variables, images):
+    """Run a command line in a folder, and return its FIGURES."""
+    with Command(line, threads, folder, PYTHONUNBUFFERED="1", **variables) as command:
+        runs.finish(command)
     return {
-        "seconds": seconds,
-        "memory": used.ru_maxrss / 2**20,
-        "images_per_sec": images_per_sec(lines, images),
-        "accuracy": accuracy([line for _, line in lines]),
+        "seconds": command.seconds,
+        "memory": command.gib,
+        "images_per_sec": images_per_sec(command.printed, images),
+        "accuracy": accuracy(command.lines()),
     }
 
 
@@ -315,42 +278,43 @@ def images_per_sec(lines, images):
     return images * (last[-1][1] - last[0][1]) / (last[-1][0] - last[0][0])
 
 
-def compare(arguments, name, work):
-    """The figures of a pair: [(of the script, of the recipe)], one for each turn."""
+def compare(args, name, work):
+    """The run of a pair: FIGURES of the script and of the recipe, a list with one for each turn."""
     pair = PEERS[name]
-    script = arguments.peers / pair.script
+    script = args.peers / pair.script
     folder = Path(tempfile.mkdtemp(dir=work))
-    copy = own_copy(folder, pair.recipe, pair.changes, script)
-    data = "" if pair.data() == "imagenet" else "--data-dir ../data"
-    test_batch = 32 if pair.data() == "imagenet" else 1000
-    ours = f"{pair.ours} {data} {FLAGS} --test-batch-size {test_batch}"
-    if arguments.device == "cpu":
+    of_imagenet = pair.data() == "imagenet"
+    ours = f"{pair.ours} {FLAGS} --test-batch-size {32 if of_imagenet else 1000}"
+    if not of_imagenet:
+        ours += " --data-dir ../data"
+    if args.device == "cpu":
         ours += " --device cpu"
-    images = {"mnist": 60_000, "cifar10": 50_000, "imagenet": arguments.images}[pair.data()]
+    images = {"mnist": 60_000, "cifar10": 50_000, "imagenet": args.images}[pair.data()]
     fill_in = {
         "script": script,
-        "recipe": copy,
-        "venv": arguments.peers / "venv" / "bin",
-        "epochs": arguments.epochs,
-        "classes": arguments.classes,
-        "cpu": "--cpu" if arguments.device == "cpu" else "",
-        "device": "cuda" if arguments.device == "auto" and torch.cuda.is_available() else "cpu",
+        "recipe": own_copy(folder, pair.recipe, pair.changes, script),
+        "venv": args.peers / "venv" / "bin",
+        "epochs": args.epochs,
+        "classes": args.classes,
+        "cpu": "--cpu" if args.device == "cpu" else "",
+        "device": "cuda" if args.device == "auto" and torch.cuda.is_available() else "cpu",
     }
-    environment = runs.environment(arguments.threads) | {"PYTHONUNBUFFERED": "1"}
-    if arguments.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if pair.changes:
-        # The copy imports the model from the script.
-        environment["PYTHONPATH"] = str(script.parent)
-    turns = []
-    for _ in tqdm(range(arguments.repeats), unit="turn", desc=name):
-        turn = [
-            measure(command.format(**fill_in), folder, environment, images)
-            for command in (pair.theirs, ours)
-        ]
-        turns.append(turn)
-        shutil.rmtree(folder / "log")  # the next turn would refuse to write over it
-    return turns
+    # The copy imports the model from the script.
+    variables = {"PYTHONPATH": str(script.parent)} if pair.changes else {}
+    if args.device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    lines = [lines_of_code(script), lines_of_code(runs.ROOT / pair.recipe)]
+    run = {"pair": name, "lines": lines}
+    for who in ("theirs", "ours"):
+        run[who] = {figure: [] for figure in FIGURES}
+    for _ in tqdm(range(args.repeats), unit="turn", desc=name):
+        for who, line in (("theirs", pair.theirs), ("ours", ours)):
+            found = measure(line.format(**fill_in), folder, args.threads, variables, images)
+            for figure in FIGURES:
+                run[who][figure].append(found[figure])
+        # The next turn would refuse to write over it.
+        shutil.rmtree(folder / "log")
+    return run
 
 
 def versions_of_venv(peers):
@@ -358,157 +322,105 @@ def versions_of_venv(peers):
     python = peers / "venv" / "bin" / "python"
     if not python.exists():
         return {}
-    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
-    found = {}
-    for package in PACKAGES:
-        done = subprocess.run([python, "-c", code, package], capture_output=True, text=True)
-        if done.returncode == 0:
-            found[package] = done.stdout.strip()
-    return found
+    lines = runs.run(f"{python} -m pip list --format=freeze").lines()
+    installed = dict(line.split("==") for line in lines if line.count("==") == 1)
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
-def figures_of(who, lines, measured, ratios):
-    """A row of the table; `measured` are the figures of each turn, `ratios` are texts."""
-    forms = {
-        "seconds": "{:.1f}",
-        "images_per_sec": "{:,.0f}",
-        "memory": "{:.2f}",
-        "accuracy": "{:.2f}%",
-    }
-    figures = [
-        runs.marked([one[figure] for one in measured], form) for figure, form in forms.items()
-    ]
-    return [who, lines, *figures, *ratios]
-
-
-def ratios_of(turns):
-    """The medians of our time, images/s and memory, divided by theirs."""
-    return [
-        statistics.median(own[figure] / other[figure] for other, own in turns)
-        for figure in ("seconds", "images_per_sec", "memory")
-    ]
-
-
-def markdown(result):
-    """The page peers.md."""
-    commits = ", ".join(f"{name} {commit}" for name, commit in result["commits"].items())
-    installed = ", ".join(f"{name} {version}" for name, version in result["venv"].items())
+def page(measured):
+    (one,) = measured
     rows = []
-    for name, turns in result["turns"].items():
-        theirs, ours = zip(*turns, strict=True)
-        their_lines, our_lines = result["lines"][name]
-        ratios = [f"{ratio:.2f}" for ratio in ratios_of(turns)]
-        rows.append(figures_of(name, their_lines, theirs, [""] * 3))
-        rows.append(figures_of(f"our {PEERS[name].recipe}", our_lines, ours, ratios))
-    columns = [
-        "script",
-        "lines",
-        "seconds",
-        "images/s",
-        "GiB",
-        "accuracy",
-        "ratio of time",
-        "of images/s",
-        "of memory",
-    ]
-    return "\n".join(
-        [
-            "# Beside what else people would take",
-            "",
-            runs.heading(result),
-            "",
-            runs.table(columns, rows),
-            "",
-            f"Epochs: {result['epochs']}. Turns: {result['repeats']}. See `python "
-            "benchmarks/peers.py --help`. "
-            f"Commits: {commits}. In their environment: {installed}. {runs.MARK}",
+    for run in one["runs"]:
+        theirs, ours = run["theirs"], run["ours"]
+        ratios = []
+        for figure in ("seconds", "images_per_sec", "memory"):
+            pairs = zip(ours[figure], theirs[figure], strict=True)
+            ratios.append(f"{statistics.median(own / other for own, other in pairs):.2f}")
+        both = [
+            f"{runs.marked(theirs[figure], form)}, {runs.marked(ours[figure], form)}"
+            for figure, form in FIGURES.items()
         ]
+        lines = ", ".join(map(str, run["lines"]))
+        rows.append([run["pair"], PEERS[run["pair"]].recipe, lines, *both, *ratios])
+    columns = ["script", "our recipe", "lines", "seconds", "images/s", "GiB", "accuracy"]
+    explained = (
+        "Of two figures the first is the script's, and the second our recipe's. A ratio is ours "
+        f"divided by theirs. Epochs: {one['epochs']}. Turns: {one['repeats']}. "
+        f"`python benchmarks/peers.py --help` says what is measured. {runs.MARK}"
+    )
+    table = runs.table([*columns, "ratio of time", "of images/s", "of memory"], rows, left=2)
+    commits = ", ".join(f"{name} {commit}" for name, commit in one["commits"].items())
+    installed = ", ".join(f"{name} {version}" for name, version in one["venv"].items())
+    others = f"Commits: {commits}. In their environment: {installed}."
+    return runs.document(
+        "Beside what else people would take", explained, table, runs.origin(one), others
     )
 
 
 def parse_args():
     parser = flags.Parser(__doc__)
-    parser.add_argument("--repeats", type=flags.positive_int, default=5, metavar="N", help="turns")
-    runs.add_threads(parser)
-    parser.add_argument(
-        "--out", type=Path, default=runs.RESULTS, metavar="DIR", help="folder for the results"
-    )
-    parser.add_argument(
-        "--peers", type=Path, required=True, metavar="DIR", help="with the checkouts, and venv"
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, default=Path("data"), metavar="DIR", help="with the data sets"
-    )
-    parser.add_argument(
-        "--tree", type=Path, metavar="DIR", help="of JPEG files: also compare ImageNet"
-    )
-    parser.add_argument(
-        "--epochs", type=flags.positive_int, default=1, metavar="N", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="pairs with one of these words"
-    )
+    runs.add_repeats(parser, 5)
     runs.add_device(parser)
-    arguments = parser.parse_args()
-    for name in ("peers", "data_dir"):
-        setattr(arguments, name, getattr(arguments, name).resolve())
-    return arguments
+    runs.add_out(parser)
+    add = parser.add_argument
+    add("--peers", type=Path, required=True, metavar="DIR", help="with the checkouts, and venv")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of the data sets")
+    add("--tree", type=Path, metavar="DIR", help="of JPEG files: also compare ImageNet")
+    add("--epochs", type=flags.positive_int, default=1, metavar="N")
+    add("--only", nargs="+", default=[""], metavar="WORD", help="pairs with one of these words")
+    args = parser.parse_args()
+    args.peers, args.data_dir = args.peers.resolve(), args.data_dir.resolve()
+    return args
 
 
-def chosen(arguments):
+def chosen(args):
     """The names of the pairs to measure. Says which of them are left out, and why."""
     names = []
     for name, pair in PEERS.items():
-        if not any(word.lower() in name.lower() for word in arguments.only):
+        if not any(word.lower() in name.lower() for word in args.only):
             continue
-        if lacking := missing(pair, arguments):
+        if lacking := missing(pair, args):
             print(f"without {lacking}, this is left out: {name}", file=sys.stderr)
         else:
             names.append(name)
     if not names:
-        raise InputError(f"nothing to compare with in {arguments.peers} (see --help)")
+        raise InputError(f"nothing to compare with in {args.peers} (see --help)")
     return names
 
 
 def known(path, settings):
-    """{name: turns} of an earlier run with the same settings that wrote `path`, or nothing."""
+    """The runs of an earlier start with the same settings that wrote `path`, or none."""
     if not path.exists():
-        return {}
-    earlier = json.loads(path.read_text())
-    return earlier["turns"] if all(earlier.get(key) == settings[key] for key in SAME) else {}
+        return []
+    (earlier,) = runs.read(path)
+    same = all(earlier.get(key) == settings[key] for key in SAME)
+    return earlier["runs"] if same else []
 
 
 def main():
-    arguments = parse_args()
-    names = chosen(arguments)
-    arguments.images = arguments.classes = 0
-    checkouts = [name for name in CHECKOUTS if (arguments.peers / name).exists()]
-    result = runs.about(arguments) | {
-        "epochs": arguments.epochs,
-        "repeats": arguments.repeats,
-        "commits": {name: runs.machine.commit(arguments.peers / name) for name in checkouts},
-        "venv": versions_of_venv(arguments.peers),
-        "lines": {
-            name: [
-                lines_of_code(arguments.peers / pair.script),
-                lines_of_code(runs.ROOT / pair.recipe),
-            ]
-            for name, pair in PEERS.items()
-            if (arguments.peers / pair.script).exists()
-        },
+    args = parse_args()
+    names = chosen(args)
+    args.images = args.classes = 0
+    checkouts = [name for name in CHECKOUTS if (args.peers / name).exists()]
+    measured = runs.about(args.threads) | {
+        "epochs": args.epochs,
+        "repeats": args.repeats,
+        "commits": {name: runs.machine.commit(args.peers / name) for name in checkouts},
+        "venv": versions_of_venv(args.peers),
     }
-    result["turns"] = known(arguments.out / "peers.json", result)
+    measured["runs"] = known(args.out / "peers.jsonl", measured)
+    done = [run["pair"] for run in measured["runs"]]
     with tempfile.TemporaryDirectory() as work:
-        Path(work, "data").symlink_to(arguments.data_dir)
-        if arguments.tree:
-            Path(work, "tree").symlink_to(arguments.tree.resolve())
-            arguments.images = len(list(arguments.tree.glob("train/*/*")))
-            arguments.classes = len(list(arguments.tree.glob("train/*")))
+        Path(work, "data").symlink_to(args.data_dir)
+        if args.tree:
+            Path(work, "tree").symlink_to(args.tree.resolve())
+            args.images = len(list(args.tree.glob("train/*/*")))
+            args.classes = len(list(args.tree.glob("train/*")))
         for name in names:
-            if name not in result["turns"]:
-                result["turns"][name] = compare(arguments, name, work)
-                runs.write(arguments, "peers", result, markdown(result))
-    print(markdown(result))
+            if name not in done:
+                measured["runs"].append(compare(args, name, work))
+                runs.write(args.out, "peers", [measured], page([measured]))
+    print(page([measured]))
 
 
 if __name__ == "__main__":

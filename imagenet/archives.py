@@ -20,8 +20,9 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from torchvision.datasets.folder import is_image_file
@@ -41,93 +42,27 @@ from images import folders
 
 # Of the index: another number, and it is made again.
 FORMAT = 2
-# Kaggle's zip, and the archives of image-net.org with their sizes in bytes.
+# Kaggle's zip with its labels, and the files of image-net.org.
 ZIP = "imagenet-object-localization-challenge.zip"
+LABELS = "LOC_val_solution.csv"
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
-SIZES = {TRAIN: 147_897_477_120, VAL: 6_744_924_160}
 DEVKIT = "ILSVRC2012_devkit_t*.tar.gz"
-COMPRESSED = {
-    b"\x1f\x8b": "gunzip",
-    b"\xfd7zXZ": "unxz",
-    b"BZh": "bunzip2",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-}
 # Bytes of a file that is compressed in a zip: a small one can unpack to a thousand times its size.
 LARGEST = 2**28
-# Bytes of the text before a file in a tar, such as its name.
-LONGEST_TEXT = 2**20
 # Bytes of a name, as in a file system: in an index each has the room of the longest.
 LONGEST_NAME = 4096
+# Members of a tar that are texts about the next one, such as its long name, and their bytes.
+TEXTS = {
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+}
+LONGEST_TEXT = 2**20
 # A file in a zip begins with a header of this form, its name, and a field of any length.
 ZIP_HEADER = struct.Struct("<26x2H")
-# A zip ends with a record of this size that begins like this, and a comment.
-ZIP_END = b"PK\x05\x06"
-ZIP_END_SIZE = 22
-
-
-class Entry(NamedTuple):
-    """A file in an archive: its name, and where it is; `crc` and `deflated` are of a zip.
-
-    A link has the name of its file as `target`, and no place.
-    """
-
-    name: str
-    offset: int = 0
-    size: int = 0
-    crc: int = 0
-    deflated: bool = False
-    target: str = ""
-
-
-class Files:
-    """The entries of an archive, in columns: there may be 14 million, which take 120 bytes each."""
-
-    def __init__(self):
-        self.names = []
-        self.columns = {
-            "offset": array("q"),
-            "size": array("q"),
-            "crc": array("I"),
-            "deflated": array("B"),
-        }
-
-    def add(self, entry: Entry) -> None:
-        self.names.append(entry.name)
-        for field, column in self.columns.items():
-            column.append(getattr(entry, field))
-
-    def add_links(self, links: list[Entry], path) -> None:
-        """Add the files behind links, under the links' names; raises InputError."""
-        number_of = {name: number for number, name in enumerate(self.names)} if links else {}
-        for link in links:
-            number = number_of.get(link.target)
-            if number is None:
-                raise InputError(
-                    f"{path}:{link.name} is a link to {link.target}, which is no file in the "
-                    "archive: pack it with tar --dereference"
-                )
-            place = {field: column[number] for field, column in self.columns.items()}
-            self.add(Entry(link.name, **place))
-
-
-class Member(tarfile.TarInfo):
-    """A TarInfo that refuses absurd sizes: tarfile reads the text before a file as a whole."""
-
-    TEXTS = (
-        tarfile.XHDTYPE,
-        tarfile.XGLTYPE,
-        tarfile.SOLARIS_XHDTYPE,
-        tarfile.GNUTYPE_LONGNAME,
-        tarfile.GNUTYPE_LONGLINK,
-    )
-
-    @classmethod
-    def frombuf(cls, buf, encoding, errors):
-        member = super().frombuf(buf, encoding, errors)
-        if member.size < 0 or (member.type in cls.TEXTS and member.size > LONGEST_TEXT):
-            raise tarfile.InvalidHeaderError(f"a size of {member.size}")
-        return member
 
 
 class Archive:
@@ -179,28 +114,17 @@ class Archive:
         size = int(record["size"])
         if not is_zip(self.path):
             return self._read_bytes(index, offset, size)
-        content = self._read_behind_header(index, offset, size)
+        header = self._read_bytes(index, offset, ZIP_HEADER.size)
+        begin = offset + ZIP_HEADER.size + sum(ZIP_HEADER.unpack(header))
+        content = self._read_bytes(index, begin, size)
         try:
             if record["deflated"]:
-                decompressor = zlib.decompressobj(wbits=-15)
-                content = decompressor.decompress(content, LARGEST)
-                if not decompressor.eof:
-                    raise zlib.error(f"it is cut off, or has more than {LARGEST:,} bytes")
+                content = zlib.decompressobj(wbits=-15).decompress(content, LARGEST)
+            if zlib.crc32(content) != record["crc"]:
+                raise zlib.error("its CRC is wrong")
         except zlib.error as error:
             raise InputError(f"{self.where(index)}: {error}: fetch the archive again") from error
-        if zlib.crc32(content) != record["crc"]:
-            raise InputError(f"{self.where(index)}: its CRC is wrong: fetch the archive again")
         return content
-
-    def _read_behind_header(self, index, offset, size):
-        """The `size` bytes of a file in a zip, whose header is at `offset`."""
-        # The length of the header is in the header. Mostly one read has both.
-        guess = min(1024 + size, self.stat[0] - offset)
-        content = self._read_bytes(index, offset, guess)
-        start = ZIP_HEADER.size + sum(ZIP_HEADER.unpack_from(content))
-        if start + size > guess:
-            return self._read_bytes(index, offset + start, size)
-        return content[start : start + size]
 
     def prefetch(self, indices: list[int]) -> None:
         """Let the kernel begin to read images: while one is decoded, the others arrive."""
@@ -252,40 +176,39 @@ def find(folder: str) -> tuple[Archive, Archive] | None:
     Raises InputError, or OSError for a folder that may not be entered.
     """
     folder = Path(folder)
-
-    def labels_of_devkit():
-        return devkit_classes(folder)
-
-    def labels_of_kaggle():
-        return kaggle_classes(folder / ZIP)
-
     if (folder / ZIP).exists():
-        paths = (folder / ZIP, folder / ZIP)
-        class_of = labels_of_kaggle
+        train_path = val_path = folder / ZIP
+        class_of = partial(kaggle_classes, folder / ZIP)
     else:
-        paths = two_tars(folder)
-        class_of = labels_of_devkit
-    if paths is None:
-        return None
-    train_path, val_path = paths
+        for names in ((TRAIN, VAL), ("train.tar", "val.tar")):
+            train_path, val_path = (folder / name for name in names)
+            if train_path.exists() or val_path.exists():
+                break
+        else:
+            return None
+        class_of = partial(devkit_classes, folder)
     # First what is quick to find missing.
+    stat_of(train_path)
     val = Archive(val_path, "val", class_of)
     train = Archive(train_path, "train")
     folders.check_classes(train, val)
     return train, val
 
 
-def two_tars(folder):
-    """The paths of the tars of train and val, or None; raises InputError if only one is there."""
-    for names in ((TRAIN, VAL), ("train.tar", "val.tar")):
-        train, val = (folder / name for name in names)
-        if train.exists() and val.exists():
-            return train, val
-        if train.exists():
-            raise InputError(f"{val} is missing, but {train} exists")
-        if val.exists():
-            raise InputError(f"{train} is missing, but {val} exists")
-    return None
+@contextlib.contextmanager
+def refusing(path: Path, what: str):
+    """Let what is raised about the file `path` be an InputError, which says `what` is wrong."""
+    try:
+        yield
+    except InputError:
+        raise
+    # A damaged file can raise anything.
+    except Exception as error:
+        # zipfile words what the machine refuses as a damaged file.
+        refused = error if isinstance(error, OSError) else refusal(error)
+        if refused:
+            raise InputError(f"{path}: {refused.strerror or refused}") from error
+        raise InputError(f"{path} {what} ({in_one_line(error)}): fetch it again") from error
 
 
 def devkit_classes(folder):
@@ -300,11 +223,8 @@ def devkit_classes(folder):
         from scipy.io import loadmat
     except ImportError as error:
         raise InputError(f"the labels in {paths[0]} need SciPy: pip install scipy") from error
-    try:
+    with refusing(paths[0], "is damaged"):
         content = io.BytesIO(read_regular(paths[0]))
-    except OSError as error:
-        raise InputError(f"{paths[0]}: {error.strerror}") from error
-    try:
         with tarfile.open(fileobj=content) as devkit:
             files = {posixpath.basename(member.name): member for member in devkit}
             meta = devkit.extractfile(files["meta.mat"]).read()
@@ -315,9 +235,6 @@ def devkit_classes(folder):
             f"ILSVRC2012_val_{number:08}": names[int(label)]
             for number, label in enumerate(truth.split(), 1)
         }
-    # A damaged file can raise anything.
-    except Exception as error:
-        raise InputError(f"{paths[0]} is damaged ({in_one_line(error)}): fetch it again") from error
 
 
 def kaggle_classes(path):
@@ -325,44 +242,19 @@ def kaggle_classes(path):
 
     Raises InputError.
     """
-    name = "LOC_val_solution.csv"
-    beside = path.with_name(name)
-    try:
-        if beside.exists():
-            place = beside
+    beside = path.with_name(LABELS)
+    place = beside if beside.exists() else path
+    with refusing(place, "has no labels of validation that can be read"):
+        if place == beside:
             content = read_regular(beside)
         else:
-            place = f"{path}:{name}"
             with zipfile.ZipFile(path) as archive:
-                if archive.getinfo(name).file_size > LARGEST:
-                    raise ValueError(f"it has more than {LARGEST:,} bytes")
-                content = archive.read(name)
-    # A damaged zip can raise anything.
-    except Exception as error:
-        refuse_to_call_damaged(path, error)
-        raise InputError(
-            f"{place} cannot be read, which has the labels of validation ({in_one_line(error)}): "
-            f"fetch it from the same page, and put it beside {path}"
-        ) from error
-    # Excel puts a byte order mark before it.
-    text = content.decode("utf-8-sig", errors="replace")
-    rows = csv.DictReader(io.StringIO(text), restval="")
-    classes = {}
-    try:
-        for row in rows:
-            classes[row["ImageId"]], *_ = row["PredictionString"].split()
-    except (KeyError, ValueError, csv.Error) as error:
-        raise InputError(
-            f"{place}, line {rows.line_num}: it needs the columns ImageId and PredictionString, "
-            "and a label in each row: fetch it again"
-        ) from error
-    return classes
-
-
-def refuse_to_call_damaged(path, error) -> None:
-    """Raise InputError if it is the machine that refuses to read the file."""
-    if refused := refusal(error):
-        raise InputError(f"{path}: {refused.strerror}") from error
+                if archive.getinfo(LABELS).file_size > LARGEST:
+                    raise ValueError(f"more than {LARGEST:,} bytes")
+                content = archive.read(LABELS)
+        # Excel puts a byte order mark before it.
+        rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig")))
+        return {row["ImageId"]: row["PredictionString"].split()[0] for row in rows}
 
 
 def is_zip(path):
@@ -426,15 +318,21 @@ def parse_index(path, mapped):
         raise ValueError("damaged")
     # It may lie beside an archive of somebody else.
     size_of_archive, _ = header["stat"]
-    sizes_fit = (records["size"] >= 0) & (records["size"] <= size_of_archive)
-    offsets_fit = (records["offset"] >= 0) & (records["offset"] <= size_of_archive)
     labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
     are_texts = all(isinstance(text, str) for text in [*header["classes"], header["left_out"]])
     fingerprint = header["fingerprint"]
     is_fingerprint = isinstance(fingerprint, int) and 0 <= fingerprint < 2**32
-    if not (are_texts and is_fingerprint and (sizes_fit & offsets_fit & labels_fit).all()):
+    is_sane = are_within(records, size_of_archive) and labels_fit.all()
+    if not (are_texts and is_fingerprint and is_sane):
         raise ValueError("absurd")
     return header, records
+
+
+def are_within(records, size_of_archive) -> bool:
+    """Whether all images are in the archive."""
+    offsets = records["offset"]
+    sizes = records["size"]
+    return ((offsets >= 0) & (sizes >= 0) & (offsets <= size_of_archive - sizes)).all()
 
 
 def record_type(longest: int):
@@ -484,16 +382,21 @@ def make_index(path, split, stat, class_of):
 def index_of(path, split, stat, class_of):
     """The index of an archive: its header, and a record for each image. Raises InputError."""
     show(f"making the index of {path} for {split}, once ({stat[0] / 1e9:.2f} GB)")
-    files = files_in(path, stat[0])
-    images, others = images_among(files.names, path, split)
-    begin_with_classes(files.names, images, path, class_of)
-    images = in_order_of_folders(images, files.names)
-    classes = sorted({class_in(files.names[number]) for number in images})
-    for name in others:
-        if "/" in name and class_in(name) not in classes:
-            of_class = [each for each in others if class_in(each) == class_in(name)]
-            raise InputError(folders.no_images(f"{path}/{class_in(name)}", of_class))
-    records = records_of(images, files, classes, path)
+    names, places, others = files_in(path, split, stat[0])
+    packed = packed_folder(names, split)
+    names = [name.removeprefix(packed) for name in names]
+    others = [name.removeprefix(packed) for name in others if name.startswith(packed)]
+    names = below_classes(names, path, class_of)
+    order = in_order_of_folders(names)
+    names = [names[number] for number in order]
+    classes = sorted({class_in(name) for name in names})
+    if empty := {class_in(name) for name in others if "/" in name} - set(classes):
+        one = min(empty)
+        of_class = [name for name in others if class_in(name) == one]
+        raise InputError(folders.no_images(f"{path}/{one}", of_class))
+    records = records_of(names, classes, places[order], path)
+    if not are_within(records, stat[0]):
+        raise InputError(f"{path} names places behind its end: fetch it again")
     header = {
         "format": FORMAT,
         "stat": stat,
@@ -506,67 +409,61 @@ def index_of(path, split, stat, class_of):
     return json.dumps(header).encode() + b"\n", records
 
 
-def files_in(path, size) -> Files:
-    """All files in an archive of `size` bytes. Raises InputError."""
-    files = Files()
-    links = []
-    with Progress(desc=path.name, total=size, unit="B", unit_scale=True) as bar:
-        entries = zip_entries(path) if is_zip(path) else tar_entries(path, bar)
-        for entry in entries:
-            if entry.target:
-                links.append(entry)
-            else:
-                files.add(entry)
-    files.add_links(links, path)
-    return files
+def files_in(path, split, size):
+    """The files of `split` in an archive of `size` bytes that are not hidden. Raises InputError.
 
-
-def images_among(names, path, split):
-    """The numbers of the images of `split` among files, and the names of its other files.
-
-    Hidden ones do not count. `names` become those in a folder of `split`. Raises InputError.
+    Returns the names of the images, their places as int64 [images, 4] (offset, size, CRC, whether
+    it is deflated), and the names of the other files.
     """
-    # A tar is of one split, a zip has all.
-    has_all_splits = is_zip(path)
-    images = []
+    names = []
     others = []
-    for number, name in enumerate(names):
-        name = posixpath.normpath(name).lstrip("/")
-        of_split = split in name.split("/")[:-1] or not has_all_splits
-        if not of_split or folders.is_hidden(name):
-            continue
-        names[number] = name
-        if is_image_file(name):
-            images.append(number)
-        else:
-            others.append(name)
-    if not images:
+    # There may be 14 million, and a tuple for each takes a hundred bytes.
+    places = array("q")
+    kind = "zip" if is_zip(path) else "uncompressed tar"
+    with (
+        refusing(path, f"was cut off or damaged, or is no {kind}"),
+        open(path, "rb") as file,
+        Progress(desc=path.name, total=size, unit="B", unit_scale=True) as bar,
+    ):
+        files = zip_files(file, path) if is_zip(path) else tar_files(file, path)
+        for name, *place in files:
+            bar.update(place[0] - bar.n)
+            name = posixpath.normpath(name).lstrip("/")
+            # A tar is of one split, a zip has all.
+            of_split = split in name.split("/")[:-1] or not is_zip(path)
+            if not of_split or folders.is_hidden(name):
+                continue
+            if is_image_file(name):
+                names.append(name)
+                places.extend(place)
+            else:
+                others.append(name)
+    if not names:
         raise InputError(folders.no_images(f"{path} (for {split})", others))
-    # Names begin with what was packed: train/, or a folder above it.
-    folders_of_images = {posixpath.dirname(names[number]) for number in images}
-    above = posixpath.commonpath(folders_of_images).split("/")
-    packed = ""
-    if split in above:
-        packed = "/".join(above[: above.index(split) + 1]) + "/"
-    for number in images:
-        names[number] = names[number].removeprefix(packed)
-    return images, [name.removeprefix(packed) for name in others if name.startswith(packed)]
+    return names, np.frombuffer(places, np.int64).reshape(-1, 4), others
 
 
-def begin_with_classes(names, images, path, class_of) -> None:
-    """Let the name of each image begin with its class; raises InputError."""
-    flat = [number for number in images if "/" not in names[number]]
+def packed_folder(names, split):
+    """The folder that was packed, in which are the classes: "train/", or one above it, or ""."""
+    above = posixpath.commonpath({posixpath.dirname(name) for name in names}).split("/")
+    if split not in above:
+        return ""
+    return "/".join(above[: above.index(split) + 1]) + "/"
+
+
+def below_classes(names, path, class_of):
+    """`names`, of which each begins with its class; raises InputError."""
+    flat = [name for name in names if "/" not in name]
     if not flat:
-        return
+        return names
     if class_of is None:
-        raise InputError(f"{path}:{names[flat[0]]} is in no folder: it needs <class>/*.JPEG")
+        raise InputError(f"{path}:{flat[0]} is in no folder: it needs <class>/*.JPEG")
     classes = class_of()
-    stems = {number: posixpath.splitext(names[number])[0] for number in images}
-    unknown = [names[number] for number, stem in stems.items() if stem not in classes]
+    stems = {name: posixpath.splitext(name)[0] for name in flat}
+    unknown = [name for name, stem in stems.items() if stem not in classes]
     if unknown:
         raise InputError(f"{path}:{unknown[0]} has no label ({len(unknown)} such images)")
-    for number, stem in stems.items():
-        names[number] = f"{classes[stem]}/{names[number]}"
+    return [f"{classes[stems[name]]}/{name}" if name in stems else name for name in names]
 
 
 def class_in(name):
@@ -574,8 +471,8 @@ def class_in(name):
     return name.partition("/")[0]
 
 
-def in_order_of_folders(images, names):
-    """`images`, sorted by name as torchvision's ImageFolder does.
+def in_order_of_folders(names):
+    """The numbers of `names`, sorted by name as torchvision's ImageFolder does.
 
     Of two with one name the last in the archive counts, as if they were unpacked.
     """
@@ -586,32 +483,23 @@ def in_order_of_folders(images, names):
         # No name has a "\0", and it comes before all other characters.
         return f"{name_of_class}\0{below}\0{file}"
 
-    images = sorted(images, key=key)
-    following = [*images[1:], None]
-    return [
-        number
-        for number, next_one in zip(images, following, strict=True)
-        if next_one is None or names[number] != names[next_one]
-    ]
+    numbers = sorted(range(len(names)), key=key)
+    return [list(same)[-1] for _, same in groupby(numbers, names.__getitem__)]
 
 
-def records_of(images, files, classes, path):
+def records_of(names, classes, places, path):
     """What an index has of each image; a label is the number of its class. Raises InputError."""
+    longest = max(len(os.fsencode(name)) for name in names)
+    if longest > LONGEST_NAME:
+        raise InputError(f"{path} has names of over {LONGEST_NAME} bytes")
+    records = np.empty(len(names), record_type(longest))
     number_of = {name: number for number, name in enumerate(classes)}
-    longest = max(
-        (files.names[number] for number in images), key=lambda name: len(os.fsencode(name))
-    )
-    if len(os.fsencode(longest)) > LONGEST_NAME:
-        raise InputError(f"{path} has names of over {LONGEST_NAME} bytes, such as {longest[:50]}")
-    records = np.empty(len(images), record_type(len(os.fsencode(longest))))
-    names = records["name"]
-    labels = records["label"]
-    for row, number in enumerate(images):
-        name = files.names[number]
-        names[row] = os.fsencode(name)
-        labels[row] = number_of[class_in(name)]
-    for field, column in files.columns.items():
-        records[field] = np.asarray(column)[images]
+    records["label"] = [number_of[class_in(name)] for name in names]
+    for column, field in enumerate(("offset", "size", "crc", "deflated")):
+        records[field] = places[:, column]
+    encoded = records["name"]
+    for row, name in enumerate(names):
+        encoded[row] = os.fsencode(name)
     return records
 
 
@@ -625,26 +513,14 @@ def fingerprint_of(names) -> int:
     return crc
 
 
-def zip_entries(path) -> Iterator[Entry]:
-    """The files in a zip; an offset is that of the header. Raises InputError."""
-    try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            infos = archive.infolist()
-            comment = archive.comment
-            size = os.path.getsize(path)
-            file.seek(max(0, size - ZIP_END_SIZE - 2**16))
-            last = file.read()
-    # A damaged file can raise anything.
-    except Exception as error:
-        refuse_to_call_damaged(path, error)
-        raise InputError(f"{path}: {error}, or it was cut off: fetch it again") from error
-    start = min((info.header_offset for info in infos), default=0)
-    rest = last[last.rindex(ZIP_END) + ZIP_END_SIZE + len(comment) :]
-    if start > 0 or rest.strip(b"\0"):
-        raise InputError(
-            f"{path} has more before or behind the zip, perhaps another one, which would not be "
-            "read: pack all files into one zip"
-        )
+def zip_files(file: BinaryIO, path: Path) -> Iterator[tuple]:
+    """The files in a zip: their names, offsets of their headers, sizes, CRCs, and if deflated.
+
+    Raises InputError, and others for a damaged file.
+    """
+    infos = zipfile.ZipFile(file).infolist()
+    if min((info.header_offset for info in infos), default=0) > 0:
+        raise InputError(joined(path))
     for info in infos:
         if info.is_dir():
             continue
@@ -654,109 +530,65 @@ def zip_entries(path) -> Iterator[Entry]:
                 f"{path}:{info.filename} is encrypted, or compressed by another method than "
                 "deflate: pack it again, without"
             )
-        if not 0 <= info.header_offset <= info.header_offset + info.compress_size <= size:
-            raise InputError(f"{path}:{info.filename} is not within the zip: fetch it again")
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
-        yield Entry(info.filename, info.header_offset, info.compress_size, info.CRC, deflated)
+        yield info.filename, info.header_offset, info.compress_size, info.CRC, deflated
 
 
-def tar_entries(path, bar) -> Iterator[Entry]:
-    """The files in a tar, and in tars in it, whose names become folders. Raises InputError."""
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(6)
-            for magic, program in COMPRESSED.items():
-                if begin.startswith(magic):
-                    raise InputError(
-                        f"{path} is compressed, and an image in it is no range of bytes: "
-                        f"{program} it (JPEGs are as small without)"
-                    )
-            yield from entries_between(file, 0, os.fstat(file.fileno()).st_size, path, bar)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
+class Member(tarfile.TarInfo):
+    """A TarInfo that refuses absurd sizes: tarfile reads the text before a file as a whole."""
+
+    @classmethod
+    def frombuf(cls, buf, encoding, errors):
+        member = super().frombuf(buf, encoding, errors)
+        if member.size < 0 or (member.type in TEXTS and member.size > LONGEST_TEXT):
+            raise tarfile.InvalidHeaderError(f"a size of {member.size}")
+        return member
 
 
-def entries_between(file, start, end, path, bar, in_another=False):
-    """The entries of the tar from `start` to `end` in a file, which may be a tar in another."""
-    for member in members_between(file, start, end, path):
-        name = posixpath.normpath(member.name)
-        is_tar = name.lower().endswith(".tar") and not folders.is_hidden(name)
-        if member.islnk():
-            yield Entry(name, target=posixpath.normpath(member.linkname))
-        elif member.issym():
-            target = posixpath.join(posixpath.dirname(name), member.linkname)
-            yield Entry(name, target=posixpath.normpath(target))
-        elif member.issparse() or not member.isreg():
-            if (is_tar or is_image_file(name)) and not member.isdir():
-                raise InputError(
-                    f"{path}:{name} is a sparse or special file, and no range of bytes: "
-                    "pack it again, without --sparse"
-                )
-        elif is_tar:
-            if in_another:
-                raise InputError(f"{path}:{name} is a tar within a tar within a tar: unpack it")
-            begin = member.offset_data
-            folder = f"{name[:-4]}/"
-            for entry in entries_between(file, begin, begin + member.size, path, bar, True):
-                target = entry.target and folder + entry.target
-                yield entry._replace(name=folder + entry.name, target=target)
-        else:
-            yield Entry(name, member.offset_data, member.size)
-        bar.update(member.offset_data - bar.n)
+def tar_files(file: BinaryIO, path: Path, folder: str = "") -> Iterator[tuple]:
+    """The same of a tar, and of the tars in it, whose names become folders.
 
-
-def members_between(file, start, end, path):
-    """The members of the tar from `start` to `end` of a file; a whole one ends with zeros.
-
-    tarfile reads the headers. Its own iterator takes a cut or damaged header for the end.
+    `folder` is that of a tar in another.
     """
-    tar = tarfile.TarFile(fileobj=io.BytesIO(bytes(tarfile.RECORDSIZE)))
-    tar.fileobj = file
-    tar.offset = start
-    while True:
-        offset = tar.offset
-        missing = offset + tarfile.BLOCKSIZE - end
-        if missing > 0:
-            raise InputError(cut_off(path, missing))
-        file.seek(offset)
-        if file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE):
-            require_zeros(file, end, path)
-            return
-        file.seek(offset)
-        try:
-            member = Member.fromtarfile(tar)
-            # A text before it can say another size than its header.
-            if member.size < 0:
-                raise tarfile.InvalidHeaderError(f"a size of {member.size}")
-        # RecursionError: many names for one file.
-        except (tarfile.TarError, ValueError, RecursionError) as error:
-            if file.tell() >= end:
-                raise InputError(cut_off(path, tarfile.BLOCKSIZE)) from error
-            if offset == 0:
-                raise InputError(f"{path} is no tar archive ({error})") from error
-            raise InputError(
-                f"{path} is damaged at offset {offset} ({error}): fetch it again"
-            ) from error
-        missing = tar.offset - end
-        if missing > 0:
-            raise InputError(cut_off(path, missing))
-        yield member
+    tar = tarfile.TarFile(fileobj=file, tarinfo=Member)
+    for member in iter(tar.next, None):
+        # It would keep a kilobyte for each.
+        tar.members.clear()
+        # A text before it can say another size than its header.
+        if member.size < 0:
+            raise tarfile.ReadError(f"a size of {member.size}")
+        name = folder + member.name
+        is_tar = name.lower().endswith(".tar") and not folders.is_hidden(name)
+        if member.isdir():
+            continue
+        if not member.isreg() or member.issparse():
+            if is_tar or is_image_file(name):
+                raise InputError(
+                    f"{path}:{name} is a link, or a sparse or special file, and no range of "
+                    "bytes: pack it again with tar --dereference, without --sparse"
+                )
+        elif not is_tar:
+            yield name, member.offset_data, member.size, 0, False
+        elif folder:
+            raise InputError(f"{path}:{name} is a tar within a tar within a tar: unpack it")
+        else:
+            inner = tar.extractfile(member)
+            for its_name, offset, *others in tar_files(inner, path, f"{name[:-4]}/"):
+                yield its_name, member.offset_data + offset, *others
+    require_end(file, tar.offset, path)
 
 
-def require_zeros(file, end, path):
-    """Raise InputError unless a file has nothing but zeros from where it is read up to `end`."""
-    while content := file.read(min(2**20, end - file.tell())):
-        if rest := content.lstrip(b"\0"):
-            raise InputError(
-                f"{path} has more behind the end of a tar, from offset {file.tell() - len(rest)} "
-                "on, which would not be read: join tars with tar --concatenate, not with cat"
-            )
+def require_end(file, offset, path):
+    """Raise InputError unless a whole tar ends at `offset`, where tarfile reads no more header."""
+    file.seek(offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if block != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f"no header at offset {offset}")
+    # Zeros fill the last record.
+    if file.read(2**16).strip(b"\0"):
+        raise InputError(joined(path))
 
 
-def cut_off(path, missing):
-    """What to say of a tar that ends too early."""
-    whole = SIZES.get(path.name)
-    if whole:
-        missing = whole - os.path.getsize(path)
-    least = "" if whole else "at least "
-    return f"{path} was cut off: {least}{missing:,} bytes are missing: fetch it again"
+def joined(path):
+    """What to say of two archives in one file, of which one would not be read."""
+    return f"{path} has more than one archive in it, perhaps joined by cat: pack all files into one"

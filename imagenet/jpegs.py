@@ -2,7 +2,7 @@
 
 The usual pipeline resizes with Pillow and returns normalised float32. Here torch resizes the uint8
 pixels with the same antialiased bilinear filter, and a batch stays uint8, a quarter of the bytes,
-until it is on the device. benchmarks/jpeg_loader.py measures the difference.
+until it is on the device.
 """
 
 import functools

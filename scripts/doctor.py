@@ -19,7 +19,6 @@ import argparse
 import faulthandler
 import inspect
 import itertools
-import json
 import math
 import os
 import runpy
@@ -255,23 +254,17 @@ def seconds_of_work(group, loader):
     return found
 
 
-def slow_ranks(ranks, seconds):
-    """Yield a warning for each rank that takes longer than the others for a kind of work."""
-    for name in seconds[0]:
-        middle = statistics.median(each[name] for each in seconds)
-        for number, each in enumerate(seconds):
-            if each[name] > SLOW * middle:
-                who = f"rank {number} on {ranks[number]['host']}"
-                yield (
-                    f"{who} takes {each[name] / middle:.2f} times the median for {name}, and all "
-                    "others wait for it: look for other programs, limits of power or of the cgroup"
-                )
+def by_host(ranks):
+    """{host: the descriptions of its ranks}."""
+    hosts = {}
+    for rank in sorted(ranks, key=lambda rank: rank["host"]):
+        hosts.setdefault(rank["host"], []).append(rank)
+    return hosts
 
 
 def warnings_of(ranks):
-    """Yield what makes a host slow, or may end a run on it."""
-    for host in sorted({rank["host"] for rank in ranks}):
-        here = [rank for rank in ranks if rank["host"] == host]
+    """Yield what makes a host or a rank slow, or may end a run on it."""
+    for host, here in by_host(ranks).items():
         threads = sum(rank["threads"] for rank in here)
         cores = len({core for rank in here for core in rank["cores"]})
         quota = here[0]["cpu_quota"]
@@ -287,30 +280,33 @@ def warnings_of(ranks):
                 f"{host} does not know its own name, so launchers wait or fail: "
                 f"add the line '127.0.0.1 {host}' to /etc/hosts, or its address in the network"
             )
-
-
-def memory_warnings(ranks, memory, needs):
-    """Yield a warning for each host that will soon be at the memory limit of its cgroup."""
-    for host in sorted({rank["host"] for rank in ranks}):
-        here = [number for number, rank in enumerate(ranks) if rank["host"] == host]
-        use, limit = memory[here[0]]
+        use, limit = here[0]["memory"]
         # What is in /dev/shm counts.
-        use += sum(needs[number] for number in here)
+        use += sum(rank["bytes_of_batches"] for rank in here)
         if use > NEARLY_FULL * limit:
             yield (
                 f"{host} needs {math.ceil(use / 2**20)} MiB before there is a model, and its "
                 f"memory limit is {int(limit) >> 20} MiB, at which the kernel kills a process: "
                 "raise the limit, or use fewer --workers"
             )
+    for name in ranks[0]["work"]:
+        middle = statistics.median(rank["work"][name] for rank in ranks)
+        for number, rank in enumerate(ranks):
+            times = rank["work"][name] / middle
+            if times > SLOW:
+                yield (
+                    f"rank {number} on {rank['host']} takes {times:.2f} times the median for "
+                    f"{name}, and all others wait for it: look for other programs, limits of power "
+                    "or of the cgroup"
+                )
 
 
-def faults_of_shared_memory(ranks, needs):
+def faults_of_shared_memory(ranks):
     """The hosts whose /dev/shm is too small for the batches of their loader workers."""
     faults = []
-    for host in sorted({rank["host"] for rank in ranks}):
-        here = [number for number, rank in enumerate(ranks) if rank["host"] == host]
-        need = sum(needs[number] for number in here)
-        free = ranks[here[0]]["shared_memory"]
+    for host, here in by_host(ranks).items():
+        need = sum(rank["bytes_of_batches"] for rank in here)
+        free = here[0]["shared_memory"]
         if need > free:
             faults.append(
                 f"/dev/shm of {host} has {free >> 20} MiB left, and the batches of loader workers "
@@ -326,7 +322,7 @@ def shared_memory_left():
     return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else math.inf
 
 
-def shared_memory_of(loader):
+def bytes_of_batches(loader):
     """The bytes of the batches that the workers of a loader have ready, judged by one sample."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
     if not has_workers or isinstance(loader.dataset, IterableDataset):
@@ -421,8 +417,7 @@ def main():
                 f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try "
                 "another backend or, on GPUs, NCCL_P2P_DISABLE=1 and then NCCL_IB_DISABLE=1"
             )
-    own_description = json.dumps(describe(group, own, args))
-    ranks = [json.loads(text) for text in group.gather_text(own_description)]
+    ranks = group.gather_values(describe(group, own, args))
     say(", ".join(map(" ".join, machine.versions().items())))
     say("| rank | host | local rank | device | cores | threads |")
     say("| ---: | --- | ---: | --- | ---: | ---: |")
@@ -443,7 +438,6 @@ def main():
             f"bus bandwidth {bandwidth / 1e9:.2f} GB/s for {LARGE >> 20} MiB"
         )
     loader = None
-    needs = [0] * group.world_size
     if recipe:
         # A download can take longer than a step.
         faulthandler.cancel_dump_traceback_later()
@@ -453,30 +447,26 @@ def main():
         loader = train.loader
         faults, what_is_read = faults_of_data(group, args, train, val)
         stop_if(faults)
-        needs = [int(text) for text in group.gather_text(str(shared_memory_of(loader)))]
-        stop_if(faults_of_shared_memory(ranks, needs))
+    for rank, count in zip(ranks, group.gather_values(bytes_of_batches(loader)), strict=True):
+        rank["bytes_of_batches"] = count
+    stop_if(faults_of_shared_memory(ranks))
+    if recipe:
         say(f"{name_of_data(own, args)}: {what_is_read}")
         if {"lr", "scale_lr", "global_batch_size"} <= vars(args).keys():
             peak_lr = schedule.peak_lr(args, group.world_size)
             say(f"highest learning rate {peak_lr:g} (--lr {args.lr:g})")
-    work = group.gather_text(json.dumps(seconds_of_work(group, loader)))
+    work = seconds_of_work(group, loader)
     # Now that the data set and torch's libraries are loaded.
-    memory = group.gather_text(json.dumps(machine.memory_of_cgroup()))
-    warnings = [
-        *warnings_of(ranks),
-        *memory_warnings(ranks, [json.loads(text) for text in memory], needs),
-        *slow_ranks(ranks, [json.loads(text) for text in work]),
-    ]
+    found = {"work": work, "memory": machine.memory_of_cgroup()}
+    for rank, others in zip(ranks, group.gather_values(found), strict=True):
+        rank.update(others)
+    warnings = list(warnings_of(ranks))
     for warning in warnings:
         say(f"warning: {warning}")
     but = " but for the warnings" if warnings else ""
     hosts = len({rank["host"] for rank in ranks})
-    where = f"{hosts} host{'s' if hosts > 1 else ''}"
-    hardware = machine.hardware(group.device)
-    say(
-        f"doctor: all is well{but}: world size {group.world_size} on {where}, "
-        f"device {group.device.type} ({hardware})"
-    )
+    where = f"{hosts} host{'s' if hosts > 1 else ''}, device {devices.describe(group.device)}"
+    say(f"doctor: all is well{but}: world size {group.world_size} on {where}")
     group.leave()
 
 

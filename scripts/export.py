@@ -13,8 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from common import checkpoint, flags
 from common.errors import InputError, in_one_line, show
@@ -62,18 +60,16 @@ def main():
         replace(partial, args.weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{args.weights}: {checkpoint.reason_of(error)}") from error
-    others = [name for name, value in saved.items() if name != part and is_like(weights, value)]
+    # An average has tensors of the same shapes.
+    shapes = shapes_of(weights)
+    others = [name for name, value in saved.items() if name != part and shapes_of(value) == shapes]
     hint = "".join(f"; --part {name} has weights of the same shapes" for name in others)
     show(f"{args.weights} has the weights of {part}{hint}")
 
 
-def is_like(weights: dict[str, torch.Tensor], value) -> bool:
-    """Whether `value` has tensors of the same shapes, as an average of the weights has."""
-    return is_state_dict(value) and sorted_shapes(value) == sorted_shapes(weights)
-
-
-def sorted_shapes(weights: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
-    return sorted(tuple(weight.shape) for weight in weights.values())
+def shapes_of(value) -> list[tuple[int, ...]] | None:
+    """The shapes of a dict of tensors; None for anything else."""
+    return sorted(tuple(part.shape) for part in value.values()) if is_state_dict(value) else None
 
 
 if __name__ == "__main__":

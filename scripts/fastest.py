@@ -13,7 +13,6 @@ nothing else to do.
 
 import itertools
 import math
-import os
 import shlex
 import signal
 import statistics
@@ -27,8 +26,9 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 import torch
 
-from common import devices, flags, results
+from common import devices, flags
 from common.errors import InputError, RunError
+from scripts.commands import Command, logged
 
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
 # No trial takes longer than this many seconds.
@@ -124,13 +124,6 @@ class Trial:
     config: dict
 
 
-def read(log_dir: Path, kind: str) -> list[dict]:
-    """The lines of this kind that a run has logged so far."""
-    file = log_dir / "results.jsonl"
-    events = results.read(file) if file.exists() else []
-    return [event for event in events if event["event"] == kind]
-
-
 def trained(events: list[dict]) -> tuple[float, float]:
     """(samples, seconds) between the lines of training, without what came before the first.
 
@@ -162,56 +155,30 @@ def gpu_memory() -> float:
 
 
 def run(
-    command: str, seconds: float, interval: int | None, on_gpu: bool, hopeless: float = 0
+    line: str, seconds: float, interval: int | None, on_gpu: bool, hopeless: float = 0
 ) -> Trial:
     """Train with a command for `seconds`, and log every `interval` steps, or when the recipe does.
 
     If it makes less than `hopeless` samples/s, its first line is enough. Raises InputError or
     RunError with what the command said last.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+    line += " --log-seconds 0.3 --max-steps 1000000000"
+    if interval:
+        line += f" --log-interval {interval}"
+    with tempfile.TemporaryDirectory() as folder:
         log_dir = Path(folder, "log")
-        command += f" --log-dir {log_dir}"
-        if interval:
-            command += f" --log-interval {interval}"
-        process = start(command, output)
-        memory = 0
-        try:
-            first_line = wait_for_steps(process, log_dir, seconds, hopeless)
-            if on_gpu:
-                memory = gpu_memory()
-            failed = ended(process)
-        finally:
-            # It saves, and ends, without an evaluation.
-            os.kill(process.pid, signal.SIGTERM)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
+        with Command(f"{line} --log-dir {log_dir}") as command:
+            first_line = wait_for_steps(command, log_dir, seconds, hopeless)
+            used = gpu_memory() if on_gpu else 0
+            failed = command.has_ended()
         if failed:
-            output.seek(0)
-            kind = InputError if process.returncode == InputError.status else RunError
-            raise kind(reason(output.read()) or f"it ended with status {process.returncode}")
-        steps = read(log_dir, "step")
+            kind = InputError if command.status == InputError.status else RunError
+            raise kind(command.last_words() or f"it ended with status {command.status}")
+        steps = logged(log_dir, "step")
         if not steps:
             raise RunError(f"no step in {PATIENCE} s")
-        if not on_gpu:
-            # Of the largest process; Linux counts in KiB.
-            memory = used.ru_maxrss / 2**20
-        config = read(log_dir, "start")[0]["config"]
-        return Trial(speed_of(steps), memory, first_line, config)
-
-
-def start(line: str, output) -> subprocess.Popen:
-    """Start a recipe that trains until it is ended; what it prints goes to the file `output`."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    words = shlex.split(f"{line} --log-seconds 0.3 --max-steps 1000000000")
-    return subprocess.Popen(
-        # env sets the variables that are before the program.
-        ["env", *words],
-        env=os.environ | {"PATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-    )
+        memory = used if on_gpu else command.gib
+        return Trial(speed_of(steps), memory, first_line, logged(log_dir, "start")[0]["config"])
 
 
 def speed_of(steps: list[dict]) -> float:
@@ -220,35 +187,20 @@ def speed_of(steps: list[dict]) -> float:
     return samples / seconds if samples else steps[-1]["perf/samples_per_sec"]
 
 
-def reason(output: str) -> str:
-    """What the recipe said, or else the last line; torchrun prints much after it."""
-    names = tuple(f"{name}: " for name in RECIPES)
-    lines = [line for line in output.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(names)]
-    return (own or lines or [""])[-1]
-
-
-def wait_for_steps(process, log_dir, seconds, hopeless):
+def wait_for_steps(command, log_dir, seconds, hopeless):
     """Return once it has trained for `seconds`, or has ended: the seconds to its first line."""
-    began = time.perf_counter()
     first_line = None
-    while not ended(process) and time.perf_counter() - began < PATIENCE:
+    while not command.has_ended() and time.perf_counter() - command.began < PATIENCE:
         time.sleep(0.1)
-        steps = read(log_dir, "step")
+        steps = logged(log_dir, "step")
         if not steps:
             continue
-        if first_line is None:
-            first_line = time.perf_counter() - began
+        first_line = first_line or time.perf_counter() - command.began
         _, done = trained(steps)
         is_hopeless = steps[-1]["perf/samples_per_sec"] < hopeless
         if is_hopeless or done >= seconds:
             break
     return first_line
-
-
-def ended(process) -> bool:
-    # poll() would take its status, and os.wait4, which tells its memory, would find no process.
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class Search:

@@ -3,6 +3,7 @@
 The doctor and benchmarks/allreduce.py use it, under any launcher.
 """
 
+import json
 import os
 import time
 
@@ -41,10 +42,11 @@ class Group:
         self.all_reduce(rows)
         return rows.cpu()
 
-    def gather_text(self, own):
-        """The text `own` of each rank, cut off after 8192 bytes."""
-        rows = self.gather(torch.tensor(list(own.encode()[:8192].ljust(8192)), dtype=torch.int32))
-        return [bytes(row).decode(errors="replace").rstrip() for row in rows.tolist()]
+    def gather_values(self, own):
+        """The value `own` of each rank; as JSON it has 8192 bytes at most."""
+        text = json.dumps(own).encode().ljust(8192)
+        rows = self.gather(torch.tensor(list(text), dtype=torch.int32))
+        return [json.loads(bytes(row)) for row in rows.tolist()]
 
 
 class TorchGroup(Group):
@@ -105,6 +107,11 @@ class HorovodGroup(Group):
         self.hvd.shutdown()
 
 
+def launched() -> bool:
+    """Whether a launcher has started this process."""
+    return any(name in os.environ for name in launch.RANKS)
+
+
 def join(pick_device) -> Group:
     """Join the group that a launcher has started; without a launcher it is a group of one.
 
@@ -112,9 +119,7 @@ def join(pick_device) -> Group:
     """
     if "RANK" in os.environ:
         return TorchGroup(pick_device)
-    if any(name in os.environ for name in launch.RANKS):
-        return HorovodGroup(pick_device)
-    return Group(pick_device)
+    return HorovodGroup(pick_device) if launched() else Group(pick_device)
 
 
 def sum_is_right(group, size):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import datetime
 import importlib.metadata
 import math
 import os
@@ -49,10 +50,24 @@ def commit(folder=Path(__file__).parent):
     return "unknown"
 
 
-def hardware(device):
-    """The name of the GPU that `device` is, or how many cores the machine has."""
+def about(command: str, threads=None) -> dict:
+    """How, on what, and when something is measured, and at which commit of this repository."""
+    count = torch.cuda.device_count()
+    gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
+    found = {"command": command, "hardware": f"{os.cpu_count()} cores of an {cpu()}, {gpus}"}
+    if threads:
+        found["threads"] = threads
+    date = str(datetime.date.today())
+    return found | {"versions": versions(), "commit": commit(), "date": date}
+
+
+def in_words(found: dict) -> str:
+    """What `about` returned, in a line."""
+    threads = f", threads per process: {found['threads']}" if "threads" in found else ""
+    versions = ", ".join(map(" ".join, found["versions"].items()))
     return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} cores"
+        f"`{found['command']}`; {found['hardware']}{threads}; {versions}; "
+        f"commit {found['commit']}, {found['date']}."
     )
 
 

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import runs
 from forked import compute
 from launch import need_horovod, one_line
 from recipes import ROOT, commands
@@ -30,6 +31,17 @@ def test_docstring_command(command, backend, tmp_path):
         assert bus == algorithm, "with two processes 2 (p-1)/p is 1"
 
 
-def test_without_a_launcher(tmp_path):
-    line = one_line(compute(f"python {SCRIPT}", cwd=tmp_path, status=2))
-    assert "start it with a launcher, torchrun --nproc-per-node=2" in line
+def test_each_launcher(tmp_path):
+    """Without a launcher it starts itself under those that are here."""
+    flags = f"--max-bytes 70 --repeats 2 --processes 2 --out {tmp_path}"
+    compute(f"python {SCRIPT} {flags}", cwd=tmp_path)
+    (measured,) = runs.read(tmp_path / "allreduce.jsonl")
+    backends = [run["backend"] for run in measured["runs"]]
+    assert backends[0] == "gloo"
+    assert len(backends) == len(runs.launchers())
+    assert "| bytes | gloo, 2 processes: us | GB/s |" in (tmp_path / "allreduce.md").read_text()
+
+
+def test_one_process(tmp_path):
+    line = one_line(compute(f"torchrun --nproc-per-node=1 {SCRIPT}", cwd=tmp_path, status=2))
+    assert "one process has nothing to reduce" in line

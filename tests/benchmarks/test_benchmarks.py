@@ -4,6 +4,7 @@ Most tests follow measured figures into a table. What the benchmarks start has t
 """
 
 import argparse
+import gzip
 import json
 import re
 import shutil
@@ -19,24 +20,45 @@ import scaling
 from forked import compute
 from recipes import ROOT
 
-from common.errors import InputError
+from cifar10 import cifar
+from common.errors import InputError, RunError
 
 ABOUT = {
-    **dict.fromkeys(("command", "hardware", "commit", "date"), ""),
+    **dict.fromkeys(("command", "commit", "date"), ""),
+    "hardware": "2 cores",
     "threads": 1,
     "versions": {},
 }
+
+
+@pytest.mark.parametrize("name", runs.PAGES)
+def test_the_pages_are_those_of_the_figures(name):
+    page = runs.RESULTS / f"{name}.md"
+    assert page.read_text() == runs.page_of(runs.RESULTS, name), "python benchmarks/runs.py"
+
+
+def test_figures_in_lines(tmp_path):
+    """A line for how they were measured, and one for each run."""
+    measured = [ABOUT | {"runs": [{"a": 1}, {"a": 2}]}, ABOUT | {"runs": []}]
+    runs.write(tmp_path, "name", measured, "a page")
+    assert len((tmp_path / "name.jsonl").read_text().splitlines()) == 4
+    assert runs.read(tmp_path / "name.jsonl") == measured
+    assert (tmp_path / "name.md").read_text() == "a page"
+
+
+def test_a_command_that_fails():
+    with pytest.raises(RunError, match=r"^sh -c 'echo no; exit 3' ended with status 3 \(no\)$"):
+        runs.run("sh -c 'echo no; exit 3'")
 
 
 def test_all_reduce_cost():
     assert model.ring(1, 1000, 1, 1) == 0
     assert model.ring(4, 1000, alpha=0, beta=1) == 1500  # 2 (p - 1)/p n
     assert model.ring(4, 1000, alpha=1, beta=0) == 6
-    assert model.half_ring(4, 1000, alpha=1, beta=1) == 3 + 750
     # 1.5 times an all-reduce, and the root.
     assert model.fsdp(4, [1000, 0], alpha=1, beta=1) == 3 * 753 + 2 * 3
     groups = model.shard_groups("cifar10", "resnet18")
-    assert sum(groups) == model.gradient_bytes("cifar10", "resnet18")
+    assert sum(groups) == 4 * sum(w.numel() for w in cifar.build("resnet18").parameters())
     assert len(groups) == 8 + 1
 
 
@@ -56,23 +78,21 @@ def test_a_step_hides_what_it_can():
     assert model.buckets(size) == [n * model.MIB for n in (1, 25, 25, 9)]
     everything = 1 + size * 1e-9
     last_bucket = 1 + 9 * model.MIB * 1e-9
-    assert model.step(1.0, 0.5, size, all_reduce, overlap=False) == pytest.approx(everything)
-    assert model.step(1.0, 0.5, size, all_reduce, overlap=True) == pytest.approx(last_bucket)
+    assert model.step(1.0, size, all_reduce, overlap=False) == pytest.approx(everything)
+    assert model.step(1.0, size, all_reduce, overlap=True) == pytest.approx(last_bucket)
     # There is nothing to hide behind.
-    none = model.step(1.0, 1e-6, size, all_reduce, overlap=True)
-    assert none == pytest.approx(everything, rel=1e-3)
+    none = model.step(1e-6, size, all_reduce, overlap=True)
+    assert none == pytest.approx(1e-6 + size * 1e-9, rel=1e-3)
 
 
 def run_of(strategy, processes, images_per_sec):
-    """What scaling.py writes of a run of MNIST's convnet, in weak scaling."""
+    """What scaling.py writes of a run of MNIST's convnet."""
     return {
         "dataset": "mnist",
         "model": "convnet",
         "strategy": strategy,
         "processes": processes,
-        "modes": ["weak"],
         "batch": 64,
-        "global_batch": 64 if strategy == "independent" else 64 * processes,
         "images_per_sec": images_per_sec,
     }
 
@@ -84,111 +104,104 @@ def test_the_page_of_scaling():
         run_of("independent", 2, [190, 209, 171]),
         run_of("ddp_launch", 2, [171, 171, 171]),
     ]
-    result = ABOUT | {"datasets": ["mnist"]}
-    page = scaling.markdown(result, scaling.rows(measured))
-    assert "| one process | 1 | 64 | 64 | 100 (!20%) | 1.00 | - | 640.0 |" in page
-    assert "| independent processes | 2 | 64 | - | 190 (!20%) | 0.95 | 1.00 | 673.7 |" in page
+    page = scaling.page([ABOUT | {"runs": measured}])
+    assert "| one process | 1 | 100 (!20%) | 1.00 | - | 640.0 |" in page
+    assert "| independent processes | 2 | 190 (!20%) | 0.95 | 1.00 | 673.7 |" in page
     # The median of 171 / 200, 171 / 220 and 171 / 180
-    assert "| DDP, torchrun | 2 | 64 | 128 | 171 | 0.85 | 0.90 | 748.5 |" in page
+    assert "| DDP | 2 | 171 | 0.85 | 0.90 | 748.5 |" in page
 
 
 def test_what_scaling_measures(monkeypatch):
     asked = argparse.Namespace(
-        datasets=["mnist"], device="cpu", processes=[1, 2], strategies=["ddp_launch"]
+        datasets=["mnist"], device="cpu", processes=[1, 2, 4], strategies=["ddp_launch", "hvd_gloo"]
     )
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    found = [
-        (setting["strategy"], setting["processes"], setting["batch"], *setting["modes"])
-        for setting in scaling.settings(asked)
-    ]
+    found = [(setting["strategy"], setting["processes"]) for setting in scaling.settings(asked)]
     assert found == [
-        ("single", 1, 64, "weak"),
-        ("single", 1, 128, "strong"),
-        ("independent", 2, 64, "weak"),
-        ("ddp_launch", 2, 64, "weak", "strong"),
+        ("single", 1),
+        ("independent", 2),
+        ("ddp_launch", 2),
+        ("hvd_gloo", 2),
+        ("ddp_launch", 4),
     ]
-    asked.processes = [3]
-    with pytest.raises(InputError, match="128 does not divide over 3 processes"):
-        scaling.settings(asked)
 
 
-def test_a_run_is_started_and_measured():
-    """In a process of its own, as in all benchmarks that compare recipes."""
-    setting = {
-        "dataset": "mnist",
-        "model": "lenet",
-        "strategy": "single",
-        "processes": 1,
-        "batch": 16,
-        "steps": 8,
-        "epochs": 2,
-    }
-    figures = runs.measure(setting, threads=1, options="--device cpu")
-    assert figures["images_per_sec"] > 0
-    assert figures["global_batch"] == 16
+@pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("independent", 2)])
+def test_a_run_is_started_and_measured(strategy, processes):
+    """In processes of their own, as in all benchmarks that compare recipes."""
+    setting = run_of(strategy, processes, []) | {"model": "lenet", "steps": 8, "epochs": 2}
+    assert scaling.images_per_sec(setting, threads=1, device="cpu") > 0
 
 
-def test_the_page_of_the_model(tmp_path, monkeypatch, capsys):
+def test_the_page_of_the_model():
     """Measurements that follow the formulas exactly are predicted exactly."""
-    monkeypatch.setattr(sys, "argv", ["model.py", "--out", str(tmp_path)])
-    with pytest.raises(InputError, match=r"no scaling\.json and allreduce-gloo-2\.json"):
-        model.main()
     alpha, beta, step = 1e-4, 1e-9, 0.02
-    size = model.gradient_bytes("mnist", "convnet")
+    size = sum(model.shard_groups("mnist", "convnet"))
     sizes = [{"bytes": 4**k, "seconds": model.ring(2, 4**k, alpha, beta)} for k in range(1, 14)]
-    all_reduce = {"backend": "gloo", "processes": 2, "hardware": {"cores": 2}, "sizes": sizes}
-    (tmp_path / "allreduce-gloo-2.json").write_text(json.dumps(all_reduce))
+    all_reduce = {"backend": "gloo", "processes": 2, "sizes": sizes}
     measured = [
         run_of("single", 1, [64 / step]),
         run_of("ddp_launch", 2, [128 / (step + model.ring(2, size, alpha, beta))]),
     ]
-    result = ABOUT | {"datasets": ["mnist"], "runs": measured}
-    (tmp_path / "scaling.json").write_text(json.dumps(result))
-    model.main()
-    page = (tmp_path / "model.md").read_text()
-    assert capsys.readouterr().out == page
+    trained = [ABOUT | {"runs": measured}]
+    page = model.page([ABOUT | {"runs": [all_reduce]}], trained)
     assert "| gloo | 2 | 100 | 1.00 |" in page
-    assert "| mnist | convnet | 1 | 20.0 | 20.0 | 1.00 |" in page
     assert "| mnist | convnet | 2 | 20.3 | 20.3 | 1.00 |" in page
+    all_reduce["processes"] = 4
+    with pytest.raises(InputError, match="lack torchrun with two processes"):
+        model.page([ABOUT | {"runs": [all_reduce]}], trained)
+    all_reduce["sizes"] = sizes[:5]
+    with pytest.raises(InputError, match="lack messages from 16 MiB"):
+        model.page([ABOUT | {"runs": [all_reduce]}], trained)
+
+
+def test_no_figures(tmp_path):
+    with pytest.raises(InputError, match=r"allreduce\.jsonl: there is no such file"):
+        runs.page_of(tmp_path, "model")
 
 
 def test_gpu(tmp_path, monkeypatch):
     """A failure is a result, too; a second start measures what is not there yet."""
-    steps = '{"steps": 40, "steps_per_sec": 12.5, "waits": {}, "peak_memory": 0}'
-    first = (5, "fails", "sh -c 'echo no GPU; exit 2'", 60)
-    second = (5, "probe", f"echo '{steps}'", 60)
+    flags = "--synthetic 320 -b 16 --epochs 2 --model lenet --profile"
+    first = ("fails", "sh -c 'echo no GPU; exit 2'", 60)
+    second = ("trains", f"python mnist/single.py {flags}", 120)
+    third = ("hangs", "sleep 1000", 0.2)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path)])
     monkeypatch.setattr(gpu, "measurements", lambda args: [first])
     gpu.main()
-    before = json.loads((tmp_path / "gpu.json").read_text())["measured"]["5"]
-    monkeypatch.setattr(gpu, "measurements", lambda args: [first, second])
+    (before,) = runs.read(tmp_path / "gpu.jsonl")
+    monkeypatch.setattr(gpu, "measurements", lambda args: [first, second, third])
     gpu.main()
-    after = json.loads((tmp_path / "gpu.json").read_text())["measured"]["5"]
-    assert after["fails"] == before["fails"]
+    (after,) = runs.read(tmp_path / "gpu.jsonl")
+    assert after["runs"][0] == before["runs"][0]
     page = (tmp_path / "gpu.md").read_text()
-    assert "## 5. Waits per step" in page
-    assert re.search(r"^\| fails \| status 2 \| \d+ s \| no GPU \|$", page, re.MULTILINE)
-    assert re.search(r"^\| probe \| ok \| \d+ s \| 12\.5 steps/s \|$", page, re.MULTILINE)
+    assert re.search(r"^\| fails \| \d+ s \| status 2: no GPU \|$", page, re.MULTILINE)
+    figures = r"[\d,]+ images/s, loss [\d.]+, val acc [\d.]+%, [\d.]+ s of training, 0.0 kernels"
+    assert re.search(rf"^\| trains \| \d+ s \| {figures}", page, re.MULTILINE)
+    assert re.search(r"^\| hangs \| 0 s \| status -9: ", page, re.MULTILINE)
+    assert len(list(tmp_path.glob("trains-trace*"))) == 1
 
 
-def test_probe(tmp_path):
-    """It counts the steps of a recipe."""
-    recipe = f"{ROOT}/mnist/single.py --synthetic 640 -b 16 --epochs 1 --model lenet --device cpu"
-    shown = compute(f"python {ROOT}/benchmarks/probe.py {recipe} --log-dir log", tmp_path)
-    measured = json.loads(shown.splitlines()[-1])
-    assert measured["steps"] == 40
-    assert measured["steps_per_sec"] > 0
+def test_the_trace_of_a_gpu(tmp_path):
+    """Ten steps of two kernels each, and one wait in all."""
+    events = [{"cat": "kernel", "name": "gemm", "dur": 50.0}] * 20
+    events += [{"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "dur": 7}]
+    events += [{"cat": "cpu_op", "name": "aten::mm", "dur": 9}, {"ph": "M"}]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    assert gpu.of_trace(path) == {"kernels": 2, "ms of kernels": 0.1, "waits": 0.1}
 
 
 def test_accuracy(tmp_path, monkeypatch, capsys):
     """A run that is done is not repeated, and what is not asked for stays in the page."""
     one = [("single.py", 1)]
     trainings = {
-        "lenet": ("mnist", "lenet", 2, 2, one, 1),
+        "lenet": ("mnist", "lenet", 2, 2, one, 0),
         "other": ("mnist", "convnet", 2, 1, one, 1),
     }
     monkeypatch.setattr(accuracy, "TRAININGS", trainings)
-    monkeypatch.setattr(accuracy, "SPEED_UPS", one)
+    monkeypatch.setattr(accuracy, "EACH", one)
+    monkeypatch.setattr(accuracy, "SPEED_UPS", ())
     monkeypatch.chdir(tmp_path)
     started = []
 
@@ -199,14 +212,11 @@ def test_accuracy(tmp_path, monkeypatch, capsys):
         seed = int(words[words.index("--seed") + 1])
         folder = tmp_path / words[words.index("--log-dir") + 1]
         folder.mkdir(parents=True)
-        reached = {"val/accuracy": 0.9 + 0.02 * seed, "train/seconds": 30}
-        lines = [
-            json.dumps({"event": "evaluation", "step": n, "epoch": n} | reached) for n in (1, 2)
-        ]
+        reached = {"val/accuracy": 0.9 + 0.02 * seed, "perf/seconds": 30}
+        lines = [json.dumps({"event": "evaluation", "step": n} | reached) for n in (1, 2)]
         (folder / "results.jsonl").write_text("\n".join(lines) + "\n")
 
-    monkeypatch.setattr(runs, "start", train)
-    monkeypatch.setattr(runs, "finish", lambda job: None)
+    monkeypatch.setattr(runs, "run", train)
     monkeypatch.setattr(sys, "argv", ["accuracy.py", "--runs", "all", "--out", "."])
     accuracy.main()
     assert len(started) == 3
@@ -215,8 +225,14 @@ def test_accuracy(tmp_path, monkeypatch, capsys):
     accuracy.main()
     assert len(started) == 4
     page = capsys.readouterr().out.rpartition("# Accuracy")[2]
-    assert "| single.py | 1 | 91.00% | 90.00% to 92.00% | 2 | 1.0 | 1.00 |" in page
-    assert "## mnist, convnet, 2 epochs" in page
+    assert "| mnist, lenet, 2 epochs | 91.00% (90.00% to 92.00%) |" in page
+    assert "| mnist, convnet, 2 epochs | 90.00% |" in page
+    timed = accuracy.cell(
+        {"runs": [{"recipe": "single.py", "processes": 1, "accuracy": 0.5, "seconds": 30}]},
+        ("single.py", 1),
+        60,
+    )
+    assert timed == "50.00%, 0.5 min, speed-up 2.00"
 
 
 @pytest.mark.parametrize(
@@ -300,23 +316,28 @@ def test_a_script_of_others(tmp_path):
     (tmp_path / "theirs.py").write_text(
         'print("100 images/s")\nprint("epoch 1: Accuracy: 50.00%")\n'
     )
-    command = f"{sys.executable} theirs.py"
-    theirs = peers.measure(command, tmp_path, runs.environment(1), images=0)
+    line = f"{sys.executable} theirs.py"
+    theirs = peers.measure(line, tmp_path, threads=1, variables={}, images=0)
     assert (theirs["accuracy"], theirs["images_per_sec"]) == (50, 100)
     assert theirs["seconds"] > 0 and theirs["memory"] > 0
-    # Our recipe has 1.5 times the time, twice the images/s and three times the memory.
-    ours = theirs | {
-        "seconds": 1.5 * theirs["seconds"],
-        "images_per_sec": 200,
-        "memory": 3 * theirs["memory"],
+
+
+def test_the_page_of_peers():
+    """Our recipe has 1.5 times the time, twice the images/s and three times the memory."""
+    theirs = {
+        "seconds": [2, 4],
+        "images_per_sec": [100] * 2,
+        "memory": [1] * 2,
+        "accuracy": [9] * 2,
     }
+    ours = theirs | {"seconds": [3, 6], "images_per_sec": [200] * 2, "memory": [3] * 2}
     name = "pytorch/examples, MNIST, one process"
-    result = ABOUT | {"commits": {}, "venv": {}, "epochs": 1, "repeats": 1}
-    page = peers.markdown(result | {"turns": {name: [(theirs, ours)]}, "lines": {name: (2, 90)}})
-    their_row, our_row = re.findall(r"^\| (?:pytorch|our).*", page, re.MULTILINE)
-    assert their_row.startswith(f"| {name} | 2 | {theirs['seconds']:.1f} | 100 | ")
-    assert our_row.startswith(f"| our mnist/single.py | 90 | {ours['seconds']:.1f} | 200 | ")
-    assert our_row.endswith(" | 1.50 | 2.00 | 3.00 |")
+    run = {"pair": name, "lines": [2, 90], "theirs": theirs, "ours": ours}
+    one = ABOUT | {"commits": {}, "venv": {}, "epochs": 1, "repeats": 2, "runs": [run]}
+    assert (
+        f"| {name} | mnist/single.py | 2, 90 | 3.0 (!67%), 4.5 (!67%) | 100, 200 | 1.00, 3.00 | "
+        "9.00%, 9.00% | 1.50 | 2.00 | 3.00 |"
+    ) in peers.page([one])
 
 
 @pytest.mark.parametrize(
@@ -326,10 +347,10 @@ def test_a_script_of_others(tmp_path):
 def test_a_pair_that_is_measured_already(settings, tmp_path):
     """It is not measured again, if nothing has changed."""
     earlier = dict.fromkeys(peers.SAME, "") | {"commit": "1", "epochs": 1}
-    (tmp_path / "peers.json").write_text(json.dumps(earlier | {"turns": {"a pair": []}}))
-    found = peers.known(tmp_path / "peers.json", earlier | settings)
+    runs.write(tmp_path, "peers", [earlier | {"runs": [{"pair": "a pair"}]}], "")
+    found = peers.known(tmp_path / "peers.jsonl", earlier | settings)
     unchanged = settings == {"commit": "1", "epochs": 1}
-    assert found == ({"a pair": []} if unchanged else {})
+    assert found == ([{"pair": "a pair"}] if unchanged else [])
 
 
 def test_memory(tmp_path):

@@ -67,7 +67,9 @@ def test_each_cell_runs(tmp_path):
         "MPLBACKEND": "agg",
     }
     printed = compute("python run_cells.py", docs, **environment)
-    _, _, _, _, train, resume, _, predict = printed.split("cell ")
+    _, _, _, _, train, resume, _, predict, horovod = printed.split("cell ")
     assert "world size 2" in train and "epoch 3/3" not in train
     assert "resumed from" in resume and "epoch 3/3" in resume
     assert "of 8 are right" in predict
+    there = importlib.util.find_spec("horovod")
+    assert ("epoch 1/1" if there else "Build it first") in horovod

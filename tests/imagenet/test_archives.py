@@ -140,7 +140,7 @@ def kaggle(method):
                 f"{path.stem},{path.parent.name} 1 2 3 4" for path in flat(tree / "val").values()
             ]
             text = "\n".join(["ImageId,PredictionString", *rows])
-            archive.writestr("LOC_val_solution.csv", text)
+            archive.writestr(archives.LABELS, text)
 
     return write
 
@@ -208,7 +208,7 @@ def test_weights_are_those_from_folders(layout, launcher, recipe, loader, tree, 
 @pytest.mark.check
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_forms_of_tar(form, tree, tmp_path):
-    """Long names, names that are no UTF-8, links, and folders: what else a tar can have."""
+    """Long names, names that are no UTF-8, and folders."""
     image = next((tree / "train" / CLASSES[0]).iterdir())
     long = f"cat/{'d' * 90}/{'e' * 90}/1.jpeg"
     names = ["train/cat/1.png", "train/cat/.hidden/1.png", f"train/{long}", "train/dog/\udce4.JPG"]
@@ -218,15 +218,9 @@ def test_forms_of_tar(form, tree, tmp_path):
         archive.addfile(folder)
         for name in [*names, "train/README"]:
             archive.add(image, name)
-        hard = tarfile.TarInfo("train/dog/2.jpg")
-        hard.type, hard.linkname = tarfile.LNKTYPE, "train/cat/1.png"
-        archive.addfile(hard)
-        soft = tarfile.TarInfo("train/dog/3.jpg")
-        soft.type, soft.linkname = tarfile.SYMTYPE, "../cat/1.png"
-        archive.addfile(soft)
     found = archives.Archive(tmp_path / "train.tar", "train")
     shown = [re.search(r":(.*) at offset", found.where(index))[1] for index in range(len(found))]
-    assert shown == ["cat/1.png", long, "dog/2.jpg", "dog/3.jpg", "dog/\udce4.JPG"]
+    assert shown == ["cat/1.png", long, "dog/\udce4.JPG"]
     assert all(found.read(index) == image.read_bytes() for index in range(len(found)))
 
 
@@ -243,34 +237,140 @@ def test_a_tar_that_was_cut_off_anywhere(tree, tmp_path):
         cut = tmp_path / "train.tar"
         for size in range(512, end + 512, 173):
             cut.write_bytes(whole[:size])
-            with pytest.raises(InputError, match=r"train.tar was cut off: .* bytes are missing"):
+            with pytest.raises(
+                InputError, match=r"train.tar was cut off or damaged.*: fetch it again"
+            ):
                 archives.Archive(cut, "train")
     assert not list(tmp_path.glob("*.index"))
 
 
 @pytest.mark.check
-def test_what_is_behind_the_end_of_a_tar(tree, tmp_path):
-    """`cat a.tar b.tar` gives a tar that ends after the first one: it would be half of the images.
+def test_a_joined_tar(tree, tmp_path):
+    """`cat a.tar b.tar` gives a tar that ends after the first one, with half of the images."""
+    pack(tmp_path / "whole.tar", files_of(tree / "train"))
+    whole = (tmp_path / "whole.tar").read_bytes()
+    pack(tmp_path / "nested.tar", {"cat.tar": whole + whole})
+    for content in (whole + whole, whole + b"text", (tmp_path / "nested.tar").read_bytes()):
+        (tmp_path / "train.tar").write_bytes(content)
+        with pytest.raises(InputError, match=r"train.tar has more than one archive in it"):
+            archives.Archive(tmp_path / "train.tar", "train")
+    (tmp_path / "train.tar").write_bytes(whole + bytes(2**21 + 100))
+    assert len(archives.Archive(tmp_path / "train.tar", "train")) == 24
 
-    Zeros fill the last record, and may be more.
-    """
-    files = list(files_of(tree / "train").items())
-    pack(tmp_path / "a.tar", dict(files[:12]))
-    pack(tmp_path / "b.tar", dict(files[12:]))
-    a, b = ((tmp_path / name).read_bytes() for name in ("a.tar", "b.tar"))
-    for zeros, more in ((0, b), (0, b"text"), (2**21, b)):
-        joined = a + bytes(zeros) + more
-        (tmp_path / "train.tar").write_bytes(joined)
-        says = f"more behind the end of a tar, from offset {len(a) + zeros} on.* --concatenate"
-        with pytest.raises(InputError, match=says):
-            archives.Archive(tmp_path / "train.tar", "train")
-        pack(tmp_path / "train.tar", {"cat.tar": joined})
-        with pytest.raises(InputError, match="more behind the end of a tar"):
-            archives.Archive(tmp_path / "train.tar", "train")
-    (tmp_path / "more_zeros.tar").write_bytes(a + bytes(2**21 + 100))
-    assert len(archives.Archive(tmp_path / "more_zeros.tar", "train")) == 12
-    subprocess.run(["tar", "--concatenate", "--file=a.tar", "b.tar"], cwd=tmp_path, check=True)
-    assert len(archives.Archive(tmp_path / "a.tar", "train")) == 24
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    "begin", [b"", b"no archive" * 100, b"\x1f\x8b" + bytes(1000)], ids=["empty", "text", "gzip"]
+)
+@pytest.mark.parametrize("name", ["train.tar", "train.zip"])
+def test_what_is_no_archive(begin, name, tmp_path):
+    (tmp_path / name).write_bytes(begin)
+    says = rf"{name} was cut off or damaged, or is no (zip|uncompressed tar) .*: fetch it again"
+    with pytest.raises(InputError, match=says):
+        archives.Archive(tmp_path / name, "train")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("make", ["ln cat/1.jpg", "ln -s 1.jpg", "truncate -s 1M"])
+def test_links_and_sparse_files(make, tree, tmp_path):
+    """An image has to be a range of bytes. Other files may be anything."""
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.jpg").write_bytes(jpeg_of(tree))
+    for name in ("notes.txt", "2.jpg"):
+        command = (
+            f"{make} cat/{name} && tar --create --sparse --file={name}.tar cat/1.jpg cat/{name}"
+        )
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert archives.Archive(tmp_path / "notes.txt.tar", "train").read(0) == jpeg_of(tree)
+    with pytest.raises(InputError, match=r"2.jpg.tar:cat/2.jpg is a link, or a sparse"):
+        archives.Archive(tmp_path / "2.jpg.tar", "train")
+
+
+@pytest.mark.check
+def test_a_damaged_header(tree, tmp_path):
+    """tarfile takes it for the end."""
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    content = bytearray((tmp_path / "train.tar").read_bytes())
+    offset = content.index(b"ustar", 1000) - 257
+    content[offset] ^= 1
+    (tmp_path / "train.tar").write_bytes(content)
+    with pytest.raises(InputError, match=rf"damaged.*no header at offset {offset}\)"):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.check
+def test_a_joined_zip(tree, tmp_path):
+    """`cat a.zip b.zip` gives a zip with the files of the second one."""
+    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
+    path = tmp_path / archives.ZIP
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(InputError, match=f"{archives.ZIP} has more than one archive in it"):
+        archives.find(tmp_path)
+
+
+@pytest.mark.check
+def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr("train/cat/0.jpg", b"0123456789")
+    content = bytearray((tmp_path / "train.zip").read_bytes())
+    size_in_directory = content.index(b"PK\x01\x02") + 20
+    content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
+    (tmp_path / "train.zip").write_bytes(content)
+    with pytest.raises(InputError, match=r"train\.zip names places behind its end"):
+        archives.Archive(tmp_path / "train.zip", "train")
+
+
+def tar_in_tar(tmp_path):
+    pack(tmp_path / "cat.tar", {"1.jpg": b""})
+    pack(tmp_path / "more.tar", {"cat.tar": tmp_path / "cat.tar"})
+    return tmp_path / "more.tar"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("1.jpg", "train.tar:1.jpg is in no folder"),
+        ("bird/1.jp2", "train.tar/bird has no images, but 1 .jp2"),
+        (f"cat/{'a/' * 5000}1.jpg", "names of over 4096 bytes"),
+        ("more.tar", "a tar within a tar within a tar"),
+    ],
+)
+def test_refused(name, says, tree, tmp_path):
+    content = tar_in_tar(tmp_path) if name == "more.tar" else b""
+    pack(tmp_path / "train.tar", {**files_of(tree / "train"), name: content})
+    with pytest.raises(InputError, match=re.escape(says)):
+        archives.Archive(tmp_path / "train.tar", "train")
+
+
+@pytest.mark.check
+def test_other_files(tree, tmp_path):
+    """Hidden ones, such as those of macOS, do not count; the others are counted, as in folders."""
+    of_mac = {f"{CLASSES[0]}/._1.JPEG": b"Mac", "._more.tar": b"Mac", "__MACOSX/._1.JPEG": b"Mac"}
+    others = {f"{CLASSES[0]}/a.avif": b"", "labels.csv": b""}
+    pack(tmp_path / "train.tar", {**of_mac, **files_of(tree / "train"), **others})
+    # The second time from the index.
+    for _ in range(2):
+        found = archives.Archive(tmp_path / "train.tar", "train")
+        assert len(found) == 24
+        assert found.left_out == "1 .csv, 1 .avif (such as 'labels.csv')"
+
+
+@pytest.mark.check
+def test_what_is_missing(tree, tmp_path):
+    """A class, the labels, or an archive."""
+    files = files_of(tree / "val")
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    pack(tmp_path / "val.tar", {name: files[name] for name in files if CLASSES[1] not in name})
+    with pytest.raises(InputError, match=rf"val.tar/{CLASSES[1]} is missing, but .*train.tar/"):
+        jpegs.find_files(tmp_path)
+    (tmp_path / "train.tar").unlink()
+    with pytest.raises(InputError, match=r"train.tar: No such file"):
+        jpegs.find_files(tmp_path)
+    original(tree, tmp_path)
+    (tmp_path / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    with pytest.raises(InputError, match=r"has no ILSVRC2012_devkit.*https://image-net.org"):
+        jpegs.find_files(tmp_path)
 
 
 @pytest.mark.check
@@ -300,128 +400,8 @@ def test_the_memory_that_an_index_takes(tmp_path):
     assert peak / images < 300
 
 
-@pytest.mark.check
-def test_a_sparse_file(tree, tmp_path):
-    """Its bytes are in pieces. Those of other files may be."""
-    for name in ("notes.txt", "cat/1.jpg"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        with open(tmp_path / name, "wb") as file:
-            file.write(jpeg_of(tree))
-            file.truncate(2**20)
-    (tmp_path / "cat" / "2.jpg").write_bytes(jpeg_of(tree))
-    for form in ("gnu", "posix"):
-        command = f"tar --create --sparse --format={form} notes.txt"
-        subprocess.run(f"{command} cat/2.jpg > right.tar", shell=True, cwd=tmp_path, check=True)
-        found = archives.Archive(tmp_path / "right.tar", "train")
-        assert found.read(0) == jpeg_of(tree)
-        subprocess.run(f"{command} cat > wrong.tar", shell=True, cwd=tmp_path, check=True)
-        with pytest.raises(InputError, match=r"wrong.tar:cat/1.jpg is a sparse or special file"):
-            archives.Archive(tmp_path / "wrong.tar", "train")
-
-
-@pytest.mark.check
-def test_a_contiguous_file_is_a_file(tree, tmp_path):
-    with tarfile.open(tmp_path / "train.tar", "w") as archive:
-        member = tarfile.TarInfo("cat/1.jpg")
-        member.type = tarfile.CONTTYPE
-        member.size = len(jpeg_of(tree))
-        archive.addfile(member, io.BytesIO(jpeg_of(tree)))
-    assert archives.Archive(tmp_path / "train.tar", "train").read(0) == jpeg_of(tree)
-
-
-@pytest.mark.check
-def test_hidden_files_are_no_images(tree, tmp_path):
-    """macOS packs ._1.JPEG with each 1.JPEG, and ._cat.tar with cat.tar."""
-    of_mac = {f"{CLASSES[0]}/._1.JPEG": b"Mac", "._more.tar": b"Mac", "__MACOSX/._1.JPEG": b"Mac"}
-    pack(tmp_path / "train.tar", {**of_mac, **files_of(tree / "train")})
-    found = archives.Archive(tmp_path / "train.tar", "train")
-    assert len(found) == 24
-    assert found.left_out == ""
-
-
-@pytest.mark.check
-def test_files_with_other_endings_are_counted(tree, tmp_path):
-    """As in folders, and also when the index is there already."""
-    packed = {f"./train/{name}": b"" for name in (f"{CLASSES[0]}/a.avif", "labels.csv")}
-    pack(tmp_path / "train.tar", {**files_of(tree / "train", "./train/"), **packed, "README": b""})
-    for _ in range(2):
-        found = archives.Archive(tmp_path / "train.tar", "train")
-        assert found.left_out == "1 .csv, 1 .avif (such as 'labels.csv')"
-    pack(tmp_path / "wrong.tar", {**files_of(tree / "train"), "bird/1.jp2": b""})
-    with pytest.raises(InputError, match=r"wrong.tar/bird has no images, but 1 .jp2"):
-        archives.Archive(tmp_path / "wrong.tar", "train")
-
-
-def test_one_class(tree, tmp_path):
-    """A folder too many: each answer would be right."""
-    for split in ("train", "val"):
-        pack(tmp_path / f"{split}.tar", files_of(tree / split, f"{split}/images/"))
-    with pytest.raises(InputError, match=r"train.tar/images is the only class"):
-        archives.find(tmp_path)
-
-
 def jpeg_of(tree):
     return next((tree / "train" / CLASSES[0]).iterdir()).read_bytes()
-
-
-def test_a_tar_of_known_size(tmp_path):
-    pack(tmp_path / archives.VAL, {"a/1.JPEG": b"x" * 5000})
-    whole = (tmp_path / archives.VAL).read_bytes()
-    (tmp_path / archives.VAL).write_bytes(whole[:4000])
-    with pytest.raises(InputError, match="cut off: 6,744,920,160 bytes are missing"):
-        archives.Archive(tmp_path / archives.VAL, "val")
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "was cut off"),
-        (b"no archive" * 100, "is no tar archive"),
-        (b"\x1f\x8b" + bytes(1000), "is compressed, .*: gunzip it"),
-        (b"\xfd7zXZ" + bytes(1000), "is compressed, .*: unxz it"),
-    ],
-    ids=["empty", "text", "gzip", "xz"],
-)
-def test_what_is_no_tar(content, says, tmp_path):
-    (tmp_path / "train.tar").write_bytes(content)
-    with pytest.raises(InputError, match=f"train.tar {says}"):
-        archives.Archive(tmp_path / "train.tar", "train")
-
-
-def test_a_damaged_header(tree, tmp_path):
-    pack(tmp_path / "train.tar", files_of(tree / "train"))
-    content = bytearray((tmp_path / "train.tar").read_bytes())
-    offset = content.index(b"ustar", 1000) - 257
-    content[offset] ^= 1
-    (tmp_path / "train.tar").write_bytes(content)
-    with pytest.raises(InputError, match=f"damaged at offset {offset} .*: fetch it again"):
-        archives.Archive(tmp_path / "train.tar", "train")
-
-
-@pytest.mark.parametrize(
-    ("layout", "gone", "says"),
-    [
-        ("tar of tars", "ILSVRC2012_devkit_t12.tar.gz", ["no ILSVRC2012_devkit", "image-net.org"]),
-        ("tar of tars", archives.VAL, [f"{archives.VAL} is missing"]),
-        ("tar of folders", "train.tar", ["train.tar is missing", "val.tar exists"]),
-    ],
-)
-def test_a_file_is_missing(layout, gone, says, tree, tmp_path):
-    LAYOUTS[layout](tree, tmp_path)
-    (tmp_path / gone).unlink()
-    with pytest.raises(InputError) as raised:
-        jpegs.find_files(tmp_path)
-    for part in says:
-        assert part in str(raised.value)
-
-
-def test_a_class_is_missing(tree, tmp_path):
-    of_folders(tree, tmp_path)
-    files = files_of(tree / "val")
-    pack(tmp_path / "val.tar", {name: files[name] for name in files if CLASSES[1] not in name})
-    with pytest.raises(InputError, match=f"val.tar/{CLASSES[1]} is missing, but .*train.tar/"):
-        jpegs.find_files(tmp_path)
 
 
 def test_an_image_that_cannot_be_decoded(loader, tree, tmp_path):
@@ -438,103 +418,41 @@ def test_an_image_that_cannot_be_decoded(loader, tree, tmp_path):
         [train_set[index] for index in range(len(train_set))]
 
 
-def test_a_zip_with_a_wrong_crc(tree, tmp_path):
-    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
-    content = bytearray((tmp_path / archives.ZIP).read_bytes())
-    image = jpeg_of(tree)
-    content[content.index(image) + len(image) - 1] ^= 1
-    (tmp_path / archives.ZIP).write_bytes(content)
+@pytest.mark.check
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_image_in_a_zip(method, tree, tmp_path, monkeypatch):
+    """Also one that unpacks to a thousand times its size."""
+    kaggle(method)(tree, tmp_path)
     found, _ = archives.find(tmp_path)
+    monkeypatch.setattr(archives, "LARGEST", 100)
+    found.records = np.array(found.records)
+    if method == zipfile.ZIP_STORED:
+        found.records["size"] -= 1
     with pytest.raises(InputError, match=rf"{archives.ZIP}:{CLASSES[0]}/.*: its CRC is wrong"):
-        for index in range(len(found)):
-            found.read(index)
+        found.read(0)
 
 
 @pytest.mark.check
-def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
-    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
-        archive.writestr("train/cat/0.jpg", b"0123456789")
-    content = bytearray((tmp_path / "train.zip").read_bytes())
-    size_in_directory = content.index(b"PK\x01\x02") + 20
-    content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
-    (tmp_path / "train.zip").write_bytes(content)
-    with pytest.raises(InputError, match=r"train/cat/0\.jpg is not within the zip"):
-        archives.Archive(tmp_path / "train.zip", "train")
-
-
-def test_a_zip_that_was_cut_off(tree, tmp_path):
-    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
-    content = (tmp_path / archives.ZIP).read_bytes()
-    (tmp_path / archives.ZIP).write_bytes(content[:-100])
-    with pytest.raises(InputError, match=rf"{archives.ZIP}: .*cut off: fetch it again"):
-        archives.find(tmp_path)
-
-
-@pytest.mark.check
-def test_what_is_around_a_zip(tree, tmp_path):
-    """`cat a.zip b.zip` gives a zip with the files of the second one."""
+def test_labels_beside_a_zip(tree, tmp_path, monkeypatch):
+    """They are taken before those in it, and one line says what is wrong with either."""
     kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
     path = tmp_path / archives.ZIP
-    whole = path.read_bytes()
-    for content in (whole + whole, b"more" + whole, whole + b"more"):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=f"{archives.ZIP} has more before or behind the zip"):
-            archives.find(tmp_path)
-    path.write_bytes(whole + bytes(512))
-    assert len(archives.find(tmp_path)[0]) == 24
-
-
-LABELS = "LOC_val_solution.csv"
-
-
-@pytest.fixture
-def labels(tree, tmp_path):
-    """The text of Kaggle's labels, which are in the archive in `tmp_path`."""
-    kaggle(zipfile.ZIP_STORED)(tree, tmp_path)
-    with zipfile.ZipFile(tmp_path / archives.ZIP) as archive:
-        return archive.read(LABELS).decode()
-
-
-@pytest.mark.check
-def test_labels_with_a_byte_order_mark(labels, tmp_path):
-    (tmp_path / LABELS).write_text(labels, encoding="utf-8-sig")
-    _, val = archives.find(tmp_path)
-    assert val.labels.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text: re.sub(",n.*", ",", text).encode(),
-        lambda text: re.sub(",n.*", "", text).encode(),
-        lambda text: text.replace("PredictionString", "label").encode(),
-        lambda text: text.replace("ImageId", "image").encode(),
-        lambda text: text.replace(",", ";").encode(),
-        lambda text: text.encode("utf-16"),
-        lambda _: bytes(range(256)),
-    ],
-    ids=["empty label", "no label", "no labels", "no names", "semicolons", "UTF-16", "binary"],
-)
-def test_labels_that_cannot_be_read(spoil, labels, tmp_path):
-    (tmp_path / LABELS).write_bytes(spoil(labels))
-    says = rf"{LABELS}, line \d: it needs the columns .* and a label in each row: fetch it again"
-    with pytest.raises(InputError, match=says):
-        archives.find(tmp_path)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("spoil", ["no labels", "a damaged zip"])
-def test_labels_that_are_missing(spoil, labels, tmp_path):
-    path = tmp_path / archives.ZIP
-    content = path.read_bytes()
-    if spoil == "no labels":
-        path.write_bytes(content.replace(LABELS.encode(), b"x" * len(LABELS)))
-    else:
-        path.write_bytes(content.replace(labels.encode(), b"x" * len(labels)))
-    says = f"{archives.ZIP}:{LABELS} cannot be read, which has the labels .* put it beside"
-    with pytest.raises(InputError, match=says):
-        archives.find(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        labels = archive.read(archives.LABELS).decode()
+    beside = tmp_path / archives.LABELS
+    beside.write_text(labels, encoding="utf-8-sig")
+    assert archives.kaggle_classes(path)["ILSVRC2012_val_00000002"] == CLASSES[1]
+    for spoiled in (re.sub(",n.*", ",", labels), labels.replace("ImageId", "image"), "\udcff"):
+        beside.write_bytes(os.fsencode(spoiled))
+        with pytest.raises(InputError, match=f"{archives.LABELS} has no labels of validation"):
+            archives.kaggle_classes(path)
+    beside.unlink()
+    monkeypatch.setattr(archives, "LARGEST", 10)
+    with pytest.raises(InputError, match=rf"{archives.ZIP} has no labels .*more than 10 bytes"):
+        archives.kaggle_classes(path)
+    path.write_bytes(path.read_bytes().replace(archives.LABELS.encode(), b"x" * 20))
+    with pytest.raises(InputError, match=rf"{archives.ZIP} has no labels .*{archives.LABELS}"):
+        archives.kaggle_classes(path)
 
 
 @pytest.mark.check
@@ -640,16 +558,11 @@ def test_an_archive_that_is_replaced(tree, tmp_path):
     found.descriptor = None
     with pytest.raises(InputError, match=r"train.tar has changed during the run: start it again"):
         found.read(0)
-
-
-def test_an_archive_that_shrinks(tree, tmp_path):
-    path = tmp_path / "train.tar"
-    pack(path, files_of(tree / "train"))
     found = archives.Archive(path, "train")
     found.read(0)
     os.truncate(path, 1000)
     with pytest.raises(InputError, match=r"\(which has changed during the run\):.* ends before it"):
-        found.read(23)
+        found.read(5)
 
 
 @pytest.mark.check
@@ -757,13 +670,12 @@ def header_of(name, size, kind=b"0"):
         header_of("long", -1, tarfile.GNUTYPE_LONGNAME),
         header_of("long", 2**40, tarfile.GNUTYPE_LONGNAME),
         header_of("pax", 2**40, tarfile.XHDTYPE),
-        header_of("long", 2**22, tarfile.GNUTYPE_LONGNAME) + b"a" * 2**22 + header_of("x", 0),
         header_of("pax", 512, tarfile.XHDTYPE)
         + b"13 size=-512\n".ljust(512, b"\0")
         + header_of("cat/1.jpg", 0),
         2000 * (header_of("long", 4, tarfile.GNUTYPE_LONGNAME) + b"cat\0".ljust(512, b"\0")),
     ],
-    ids=["back", "name", "endless name", "endless text", "4 MiB", "back, in a text", "names"],
+    ids=["back", "name", "endless name", "endless text", "back, in a text", "names"],
 )
 def test_a_tar_with_absurd_sizes(begin, tmp_path):
     """It is refused, and not read without end, or into memory."""
@@ -771,39 +683,8 @@ def test_a_tar_with_absurd_sizes(begin, tmp_path):
     path.write_bytes(begin + bytes(10240))
     # A file of any size takes no space.
     os.truncate(path, 2**41)
-    with pytest.raises(InputError, match=r"train.tar is (no tar archive|damaged)"):
+    with pytest.raises(InputError, match=r"train.tar was cut off or damaged, or is no"):
         archives.Archive(path, "train")
-
-
-@pytest.mark.check
-def test_a_name_of_any_length(tree, tmp_path):
-    image = jpeg_of(tree)
-    pack(tmp_path / "train.tar", {f"cat/{'a/' * 5000}1.jpg": image}, format=tarfile.PAX_FORMAT)
-    with pytest.raises(InputError, match="names of over 4096 bytes"):
-        archives.Archive(tmp_path / "train.tar", "train")
-
-
-@pytest.mark.check
-def test_tars_within_tars_within_tars(tree, tmp_path):
-    content = jpeg_of(tree)
-    for name in ("1.jpg", "cat.tar", "more.tar"):
-        pack(tmp_path / "train.tar", {name: content})
-        content = (tmp_path / "train.tar").read_bytes()
-    with pytest.raises(InputError, match="a tar within a tar within a tar"):
-        archives.Archive(tmp_path / "train.tar", "train")
-
-
-@pytest.mark.check
-def test_an_image_that_unpacks_to_a_thousand_times_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "LARGEST", 2**20)
-    path = tmp_path / archives.ZIP
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("train/cat/1.jpg", bytes(2**21))
-        archive.writestr("LOC_val_solution.csv", bytes(2**21))
-    with pytest.raises(InputError, match="has more than 1,048,576 bytes"):
-        archives.Archive(path, "train").read(0)
-    with pytest.raises(InputError, match="it has more than 1,048,576 bytes"):
-        archives.kaggle_classes(path)
 
 
 FUZZ = int(os.environ.get("FUZZ", 100))  # examples; make fuzz sets more

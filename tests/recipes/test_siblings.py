@@ -8,9 +8,9 @@ import re
 from collections import Counter
 
 import pytest
+from diffs import MARK, PAIRS, body, changes, comment_above, is_comment
 from recipes import DATASETS, NAMES, RECIPES, ROOT, beside, commands, imports, name_of
 
-from docs.changes import MARK, PAIRS, body, changes, comment_above, is_comment
 from scripts import take
 
 pytestmark = pytest.mark.check

@@ -1,4 +1,4 @@
-"""scripts/export.py, pack.py, summarize_runs.py, usage.py, install_horovod.sh and pin.sh."""
+"""scripts/export.py, summarize_runs.py, usage.py, install_horovod.sh and pin.sh."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,12 @@ from recipes import ROOT
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import archives
 from common import checkpoint
 from common.errors import InputError
-from images import folders
 from mnist import digits
 from scripts import export
 
 EXPORT = f"python {ROOT}/scripts/export.py"
-PACK = f"python {ROOT}/scripts/pack.py"
 
 
 def test_export(tmp_path):
@@ -77,46 +73,6 @@ def test_weights_of_an_average(tmp_path):
     for name, expected in (("ema", average.module), ("raw", model)):
         assert_same(load_file(tmp_path / f"{name}.safetensors"), expected.state_dict())
     assert "--part critic" in refused(f"{EXPORT} last.pt other --part critic", tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path):
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            (tmp_path / "photos" / split / label).mkdir(parents=True)
-            for number in range(20):
-                path = tmp_path / "photos" / split / label / f"{number}.jpg"
-                path.write_bytes(os.urandom(100_000))
-    return tmp_path / "photos"
-
-
-def names_in(path):
-    with tarfile.open(path) as archive:
-        return archive.getnames()
-
-
-def test_pack(photos, tmp_path):
-    """The archives hold the images of the folder, with an index, in the order that is asked for."""
-    (photos / "val" / "cat" / "more.avif").touch()
-    said = compute(f"{PACK} photos packed", tmp_path)
-    assert "left out of photos/val: 1 .avif (such as 'cat/more.avif')" in said
-    for folder, archive in zip(
-        folders.find(photos), archives.find(tmp_path / "packed"), strict=True
-    ):
-        assert archive.fingerprint() == folder.fingerprint()
-        assert all(archive.read(index) == folder.read(index) for index in range(len(folder)))
-    assert (tmp_path / "packed" / "train.tar.train.index").exists()
-    assert "train.tar already exists" in refused(f"{PACK} photos packed", tmp_path)
-    compute(f"{PACK} photos shuffled --order random", tmp_path)
-    in_order, shuffled = (names_in(tmp_path / name / "val.tar") for name in ("packed", "shuffled"))
-    assert in_order != shuffled
-    assert sorted(in_order) == sorted(shuffled)
-
-
-def test_pack_on_a_small_disk(photos, tmp_path):
-    said = compute(f"{PACK} photos small", tmp_path, status=2, disk=("small", "2m"))
-    assert "small has 2 MiB left, and 7 MiB are needed" in said
-    assert not list((tmp_path / "copy").iterdir())
 
 
 def test_export_without_safetensors(monkeypatch):
