@@ -203,7 +203,7 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
 
-    # amp: makes the fp32 weights of O2; after a backward of --accumulate it would drop gradients.
+    # amp: creates O2's fp32 weights; after the first backward of a step it would drop gradients.
     optimizer.zero_grad()
     # Until --epochs or --max-steps are done, a signal comes, or --dry-run has tried one step.
     while not run.over:
