@@ -17,10 +17,10 @@ from common import optimizers, untrusted
 from common.errors import InputError, RunError, brief, in_one_line
 from common.files import (
     link_or_copy,
-    patiently,
     read_regular,
-    read_surely,
+    read_with_retries,
     replace,
+    retry,
     write_atomically,
     write_beside,
 )
@@ -80,7 +80,7 @@ def save(folder: Path, state: dict, config: dict, is_best: bool = False) -> None
         replace(partial, last)
 
     try:
-        patiently(write)
+        retry(write)
     except OSError as error:
         for name in NAMES:
             # Free their space on a full disk.
@@ -121,7 +121,7 @@ def read(path: Path) -> tuple[dict, int]:
     Raises CorruptCheckpoint if the content is wrong, and OSError if the file cannot be read.
     """
     try:
-        return read_surely(path, parse)
+        return read_with_retries(path, parse)
     except (MemoryError, CorruptCheckpoint):
         raise
     except OSError as error:

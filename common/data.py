@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from common.errors import InputError
-from common.files import read_surely
+from common.files import read_with_retries
 
 # How many batches TensorLoader gathers at once.
 AT_ONCE = 32
@@ -179,7 +179,7 @@ def read_array(path: str) -> np.ndarray:
         with open(path, "rb") as file:
             return np.lib.format.read_array(file, allow_pickle=False)
 
-    return read_surely(path, read)
+    return read_with_retries(path, read)
 
 
 def seed_of(*numbers: int) -> int:

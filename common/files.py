@@ -35,7 +35,7 @@ def refusal(error: BaseException | None) -> OSError | None:
     return None
 
 
-def patiently(act: Callable):
+def retry(act: Callable):
     """act(), with retries for some seconds while an error may pass; raises the last one."""
     for pause in PAUSES:
         try:
@@ -47,7 +47,7 @@ def patiently(act: Callable):
     return act()
 
 
-def read_surely(path, read: Callable):
+def read_with_retries(path, read: Callable):
     """read(path, mapped=True), or if that fails, read(path, mapped=False).
 
     Libraries report some I/O errors as damage, such as an mmap that a network file system does not
@@ -70,7 +70,7 @@ def read_surely(path, read: Callable):
                 raise ValueError(str(error)) from error
             raise
 
-    return patiently(look_twice)
+    return retry(look_twice)
 
 
 def cache_folder() -> Path:
@@ -88,7 +88,7 @@ def read_regular(path) -> bytes:
         with open_regular(path) as file:
             return file.read()
 
-    return patiently(read)
+    return retry(read)
 
 
 def open_regular(path) -> BinaryIO:

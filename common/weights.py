@@ -8,7 +8,7 @@ import torch
 
 from common import checkpoint, untrusted
 from common.errors import InputError
-from common.files import read_regular, read_surely
+from common.files import read_regular, read_with_retries
 from common.metadata import Metadata
 from common.optimizers import is_plain
 from common.ranks import World
@@ -32,9 +32,9 @@ def read_weights(path: str, flag: str = "--init-from") -> tuple[dict[str, torch.
     part = ""
     try:
         if Path(path).suffix == ".safetensors":
-            weights, metadata = read_surely(path, read_safetensors)
+            weights, metadata = read_with_retries(path, read_safetensors)
         else:
-            weights = read_surely(path, untrusted.load)
+            weights = read_with_retries(path, untrusted.load)
         if isinstance(weights, dict) and "format" in weights and "model" in weights:
             metadata = dict(weights.get("metadata", {}))
             part, weights = weights_in(weights)

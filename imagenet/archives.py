@@ -31,10 +31,10 @@ from common import lease
 from common.errors import InputError, in_one_line, show
 from common.files import (
     cache_folder,
-    patiently,
     read_regular,
-    read_surely,
+    read_with_retries,
     refusal,
+    retry,
     write_atomically,
 )
 from common.log import Progress
@@ -137,7 +137,7 @@ class Archive:
     def _read_bytes(self, index, offset, size):
         """`size` bytes at `offset`, which are of the image `index`; raises InputError."""
         try:
-            content = patiently(lambda: self._pread(size, offset))
+            content = retry(lambda: self._pread(size, offset))
         except OSError as error:
             raise InputError(f"{self.where(index)}: {error.strerror}") from error
         if len(content) < size:
@@ -303,7 +303,7 @@ def usable_index(path, split, stat):
 
 def read_index(path):
     """(header, records) of an index. Raises OSError, or ValueError and others for another file."""
-    return read_surely(path, parse_index)
+    return read_with_retries(path, parse_index)
 
 
 def parse_index(path, mapped):
@@ -361,7 +361,7 @@ def make_index(path, split, stat, class_of):
             with lease.held(to.with_name(f".{to.name}.lock")):
                 if usable_index(path, split, stat) is None:
                     if content is None:
-                        content = patiently(partial(index_of, path, split, stat, class_of))
+                        content = retry(partial(index_of, path, split, stat, class_of))
                     write_atomically(to, *content)
                     show(f"{to} is there after {time.perf_counter() - start:.1f} s")
             break

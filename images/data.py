@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from common import flags
 from common.errors import InputError
-from common.files import patiently, read_regular
+from common.files import read_regular, retry
 from common.ranks import World
 
 # How the log prints the figures of a classifier.
@@ -108,7 +108,7 @@ def checked(path, shape: tuple, read) -> TensorDataset:
     Raises InputError if they are damaged: wrong types or shapes, or labels other than 0..9.
     """
     try:
-        images, labels = patiently(read)
+        images, labels = retry(read)
         if len(images) != len(labels) or images.shape[1:] != shape or images.dtype != torch.uint8:
             raise ValueError(f"{list(images.shape)} images of {images.dtype}, {len(labels)} labels")
         if not 0 <= labels.min() <= labels.max() < 10:
