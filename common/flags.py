@@ -8,9 +8,6 @@ from pathlib import Path
 
 from common.errors import InputError
 
-# Flags of ddp_spawn.py, and of tutorials, for the processes to start.
-OF_DDP_SPAWN = frozenset({"-n", "--nodes", "-g", "--gpus", "-nr", "--nr"})
-
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows the defaults of flags with a value, and the docstring of the recipe as it is."""
@@ -71,13 +68,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, rest
 
     def error(self, message: str):
-        hint = "--help lists the flags"
-        if message.startswith("unrecognized") and OF_DDP_SPAWN & set(re.split("[ =]", message)):
-            hint = (
-                "ddp_spawn.py has them; for other recipes torchrun has --nnodes, "
-                "--nproc-per-node and --node-rank, and horovodrun -np"
-            )
-        raise InputError(f"{message} ({hint})")
+        raise InputError(f"{message} (--help lists the flags)")
 
 
 def takes_path(action: argparse.Action) -> bool:
