@@ -1,6 +1,7 @@
 """Make docs/compare.html, which shows any two of the scripts side by side.
 
     python docs/compare.py
+    python docs/compare.py --picture  # makes docs/compare.png of it, with Chromium
 
 Needs tests/requirements.txt. docs/compare.in.html is the page; this adds the scripts to it, with
 their colours by Pygments, and which of their lines are equal by difflib.
@@ -9,6 +10,8 @@ their colours by Pygments, and which of their lines are equal by difflib.
 import itertools
 import json
 import re
+import shutil
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -98,5 +101,23 @@ def page() -> str:
     return template.replace("/* content */", data)
 
 
+def take_picture() -> None:
+    """Make docs/compare.png: two recipes, from the wrapper to the step."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium")
+        # Chromium refuses its sandbox to root.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        shown = browser.new_page(viewport={"width": 1200, "height": 700})
+        shown.goto((ROOT / "docs" / "compare.html").as_uri())
+        shown.get_by_label("reasons").check()
+        wrapper = shown.locator("tr", has_text="ddp_model = Distributed")
+        wrapper.evaluate("row => scrollTo(0, row.offsetTop - 20)")
+        shown.screenshot(path=ROOT / "docs" / "compare.png")
+
+
 if __name__ == "__main__":
     (ROOT / "docs" / "compare.html").write_text(page())
+    if "--picture" in sys.argv:
+        take_picture()
