@@ -16,32 +16,24 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def site():
-    """The folder of the site. It is not built if a link does not hold."""
+@pytest.fixture
+def address():
+    """That of the site, which this process serves. It is not built if a link does not hold."""
     need(shutil.which("mkdocs", path=f"{sys.prefix}/bin"), "make .venv/.tools")
     need((ROOT / ".git").exists(), "a clone of the repository")
     # The environment is there: it is not made again.
     run(f"make --assume-old {sys.prefix}/.tools VENV={sys.prefix} site", ROOT)
-    return ROOT / ".site" / "html"
-
-
-@pytest.mark.check
-def test_links(site):
-    assert 'href="docs/minimal/"' in (site / "index.html").read_text()
-
-
-@pytest.fixture
-def address(site):
-    """That of the site, which this process serves."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
+    folder = ROOT / ".site" / "html"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
 
 
-def test_search_and_pages(address):
+# One test, as two at a time would build in the same folder.
+@pytest.mark.check
+def test_links_search_and_pages(address):
     need(shutil.which("chromium"), "apt-get install chromium")
     from playwright.sync_api import sync_playwright
 
