@@ -11,6 +11,7 @@ from docs import compare
 ADDRESS = (ROOT / "docs" / "compare.html").as_uri()
 
 
+@pytest.mark.check
 def test_it_has_the_scripts_as_they_are():
     page = (ROOT / "docs" / "compare.html").read_text()
     assert page == compare.page(), "run: python docs/compare.py"
