@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from common.data import EpochSampler, Seeded, TensorLoader, to_device
 from common.errors import InputError
@@ -65,29 +65,6 @@ def test_sampler_without_shuffling():
         assert steps(ranks, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]][start // 4 :]
 
 
-@given(
-    length=st.integers(100, 1000),
-    epoch=st.integers(0, 5),
-    seed=seeds,
-    pieces=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(1, 8), st.floats(0, 1)), min_size=1, max_size=5
-    ),
-)
-def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, pieces):
-    """An epoch in pieces, each on other processes with another batch, uses no sample twice.
-
-    Only what does not fill a global batch of the last piece is left out.
-    """
-    used = []
-    for number, (batch, world_size, share) in enumerate(pieces, 1):
-        whole = steps(samplers(length, batch, seed, world_size, epoch, len(used)), batch)
-        done = len(whole) if number == len(pieces) else int(share * len(whole))
-        used += [index for step in whole[:done] for index in step]
-    assert len(set(used)) == len(used)
-    assert length - len(used) < batch * world_size
-    assert used == list(samplers(length, 1, seed, 1, epoch)[0])[: len(used)]
-
-
 @given(**shapes, seed=seeds, data=st.data())
 def test_an_epoch_up_to_a_step(batch, world_size, extra, seed, data):
     """Two parts of an epoch, of which the first has so many steps, are together the whole."""
@@ -109,14 +86,6 @@ def test_epochs_and_seeds_differ():
         tuple(samplers(50, 1, seed, 1, epoch)[0]) for seed in range(10) for epoch in range(10)
     }
     assert len(orders) == 100
-
-
-def test_a_sampler_is_torchs():
-    sampler = EpochSampler(10, 2)
-    assert sorted(sampler) == list(range(10))
-    loader = DataLoader(torch.arange(10), batch_size=2, sampler=sampler)
-    assert sorted(torch.cat(list(loader)).tolist()) == list(range(10))
-    assert len(loader) == 5
 
 
 def test_too_few_samples_raise():
@@ -150,14 +119,6 @@ def test_empty_share(workers):
         else:
             loader = data_loader(dataset, share, 8, workers)
         assert list(loader) == []
-
-
-def test_validation_shares_cover_the_set_once():
-    val_set = TensorDataset(torch.arange(100))
-    shares = [TensorLoader(val_set, range(rank, 100, 7), 4, CPU) for rank in range(7)]
-    read = [torch.cat([batch for (batch,) in share]).tolist() for share in shares]
-    assert [len(values) for values in read] == [15, 15, 14, 14, 14, 14, 14]
-    assert sorted(value for values in read for value in values) == list(range(100))
 
 
 class Drawn(Dataset):
