@@ -89,21 +89,6 @@ def test_dependencies_point_one_way():
             assert "images" not in names, f"{path} knows images"
 
 
-def test_common_knows_no_strategy_and_few_flags():
-    """Its files take values and raise; only what is about the life of a process ends one."""
-    for path in (ROOT / "common").rglob("*.py"):
-        text = path.read_text()
-        parts = {part for name in imports(path) for part in name.split(".")}
-        # The second one reads what a rank has communicated.
-        if path.stem not in ("fsdp", "watchdog"):
-            assert not parts & {"distributed", "horovod", "apex"}, path
-        # These read the flags of flags.py.
-        if path.stem not in ("run", "weights", "devices", "schedule", "graph"):
-            assert not re.search(r"\bargs\.", text), path
-        if path.parent.name != "process" and path.stem != "lease":
-            assert not re.search(r"\bsys\.exit|os\._exit|SystemExit", text), path
-
-
 def test_a_recipe_carries_only_what_it_needs():
     for name in NAMES:
         recipe = ROOT / "mnist" / name
@@ -121,10 +106,3 @@ def test_the_commands_are_the_same_for_all_datasets(name):
     )
     assert first
     assert others == [first, first]
-
-
-def test_no_word_of_another_dataset():
-    """A recipe that was copied from another data set's and not finished."""
-    for recipe in RECIPES:
-        others = "|".join(folder.name for folder in DATASETS if folder != recipe.parent)
-        assert not re.search(rf"\b({others})\b", recipe.read_text(), re.I), name_of(recipe)
