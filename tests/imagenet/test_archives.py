@@ -149,6 +149,13 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture
+def train_tar(tree, tmp_path):
+    """A tar of the classes of train/."""
+    pack(tmp_path / "train.tar", files_of(tree / "train"))
+    return tmp_path / "train.tar"
+
+
 @pytest.fixture(params=LAYOUTS)
 def archived(request, tree, tmp_path):
     """A folder with the images of `tree` in archives."""
@@ -390,29 +397,22 @@ def test_labels_beside_a_zip(tree, tmp_path, monkeypatch):
 
 
 @pytest.mark.check
-def test_the_index_is_made_again(tree, tmp_path, capsys):
+def test_the_index_is_made_again(train_tar, capsys):
     """When the archive has changed, or the index is damaged, and not otherwise."""
-    path = tmp_path / "train.tar"
-    index = tmp_path / "train.tar.train.index"
+    index = train_tar.with_name("train.tar.train.index")
 
     def lines():
-        archives.Archive(path, "train")
+        archives.Archive(train_tar, "train")
         return capsys.readouterr().out.count("making the index")
 
-    pack(path, files_of(tree / "train"))
     assert [lines(), lines()] == [1, 0]
-    os.utime(path, (1, 1))
+    os.utime(train_tar, (1, 1))
     assert [lines(), lines()] == [1, 0]
     whole = index.read_bytes()
     damaged = bytearray(whole)
     damaged[-1] ^= 1
-    for content in (
-        b"",
-        b"no index",
-        whole[:-1],
-        whole.replace(b'"format": 2', b'"format": 1'),
-        damaged,
-    ):
+    older = whole.replace(b'"format": 2', b'"format": 1')
+    for content in (b"", b"no index", whole[:-1], older, damaged):
         index.write_bytes(content)
         assert [lines(), lines()] == [1, 0]
     assert index.read_bytes() == whole
@@ -420,66 +420,59 @@ def test_the_index_is_made_again(tree, tmp_path, capsys):
 
 @pytest.mark.check
 @pytest.mark.parametrize("full", ["beside", "everywhere"])
-def test_a_full_disk(full, tree, tmp_path, monkeypatch):
+def test_a_full_disk(full, train_tar, tmp_path, monkeypatch):
     """The index goes to the cache folder, and the advice is about that one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = tmp_path / "packed" / "train.tar"
-    path.parent.mkdir()
-    pack(path, files_of(tree / "train"))
     real = archives.write_atomically
 
     def write(to, *parts):
-        if full == "everywhere" or to.parent == path.parent:
+        if full == "everywhere" or to.parent == tmp_path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(to, *parts)
 
     monkeypatch.setattr(archives, "write_atomically", write)
     if full == "beside":
-        assert len(archives.Archive(path, "train")) == 24
+        assert len(archives.Archive(train_tar, "train")) == 24
         assert len(list((tmp_path / "cache").rglob("*.index"))) == 1
     else:
         says = f"cannot write the index {tmp_path}/cache/.*No space left.*set XDG_CACHE_HOME"
         with pytest.raises(InputError, match=says):
-            archives.Archive(path, "train")
+            archives.Archive(train_tar, "train")
 
 
 @pytest.mark.check
-def test_a_user_without_a_home(tree, tmp_path, monkeypatch):
+def test_a_user_without_a_home(train_tar, monkeypatch):
     """In a container, an archive needs no more than folders do."""
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["no such user"])
-    pack(tmp_path / "train.tar", files_of(tree / "train"))
-    assert len(archives.Archive(tmp_path / "train.tar", "train")) == 24
+    assert len(archives.Archive(train_tar, "train")) == 24
 
 
 @pytest.mark.check
-def test_an_archive_that_is_replaced(tree, tmp_path):
+def test_an_archive_that_is_replaced(train_tar, tree, tmp_path):
     """What is open stays readable; a process that opens it later notices."""
-    path = tmp_path / "train.tar"
-    pack(path, files_of(tree / "train"))
-    found = archives.Archive(path, "train")
+    found = archives.Archive(train_tar, "train")
     before = found.read(0)
     other = tmp_path / "other.tar"
     pack(other, files_of(tree / "val"))
-    os.replace(other, path)
+    os.replace(other, train_tar)
     assert found.read(0) == before
     found.descriptor = None
     with pytest.raises(InputError, match=r"train.tar has changed during the run: start it again"):
         found.read(0)
-    found = archives.Archive(path, "train")
+    found = archives.Archive(train_tar, "train")
     found.read(0)
-    os.truncate(path, 1000)
+    os.truncate(train_tar, 1000)
     with pytest.raises(InputError, match=r"\(which has changed during the run\):.* ends before it"):
         found.read(5)
 
 
 @pytest.mark.check
-def test_a_read_error(tree, tmp_path, monkeypatch):
+def test_a_read_error(train_tar, monkeypatch):
     """It is tried again, with a new descriptor, and then named."""
     monkeypatch.setattr(common_files, "PAUSES", (0, 0))
-    pack(tmp_path / "train.tar", files_of(tree / "train"))
-    found = archives.Archive(tmp_path / "train.tar", "train")
+    found = archives.Archive(train_tar, "train")
     expected = found.read(3)
     real = os.pread
     failures = [errno.EIO]
@@ -496,9 +489,8 @@ def test_a_read_error(tree, tmp_path, monkeypatch):
         found.read(3)
 
 
-def test_processes_that_are_not_forked_map_the_index(tree, tmp_path):
-    pack(tmp_path / "train.tar", files_of(tree / "train"))
-    found = archives.Archive(tmp_path / "train.tar", "train")
+def test_processes_that_are_not_forked_map_the_index(train_tar):
+    found = archives.Archive(train_tar, "train")
     sent = pickle.dumps(found)
     assert len(sent) < found.records.nbytes
     copy = pickle.loads(sent)
@@ -526,12 +518,10 @@ def test_processes_that_are_not_forked_map_the_index(tree, tmp_path):
         lambda _, records: records["label"].__setitem__(0, 3),
     ],
 )
-def test_an_index_of_somebody_else(edit, tree, tmp_path, capsys):
+def test_an_index_of_somebody_else(edit, train_tar, capsys):
     """What no archive has is not believed: "1,O" is a dtype of pointers."""
-    path = tmp_path / "train.tar"
-    index = tmp_path / "train.tar.train.index"
-    pack(path, files_of(tree / "train"))
-    archives.Archive(path, "train")
+    index = train_tar.with_name("train.tar.train.index")
+    archives.Archive(train_tar, "train")
     whole = index.read_bytes()
     header, records = archives.read_index(index)
     records = np.array(records)
@@ -539,7 +529,7 @@ def test_an_index_of_somebody_else(edit, tree, tmp_path, capsys):
     header["crc"] = zlib.crc32(records)
     index.write_bytes(json.dumps(header).encode() + b"\n" + records.tobytes())
     capsys.readouterr()
-    archives.Archive(path, "train")
+    archives.Archive(train_tar, "train")
     assert "making the index" in capsys.readouterr().out
     assert index.read_bytes() == whole
 
