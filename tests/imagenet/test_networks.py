@@ -32,3 +32,15 @@ def test_weight_decay_spares_batch_norm_and_biases():
             expected = isinstance(module, torch.nn.BatchNorm2d) or kind == "bias"
             assert (id(parameter) in spared) == expected, f"{name}.{kind}"
     assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_replaced_batch_norm_computes_the_same():
+    class Other(torch.nn.BatchNorm2d):
+        pass
+
+    model = networks.build("resnet18", 64, classes=7).eval()
+    pictures = torch.randn(2, 3, 64, 64)
+    before = model(pictures)
+    assert networks.replace_batch_norm(model, Other) is model
+    assert {type(m) for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)} == {Other}
+    assert torch.equal(model.eval()(pictures), before)
