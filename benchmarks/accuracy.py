@@ -87,7 +87,8 @@ def cell(measured: dict, start: tuple[str, int], alone: float | None) -> str:
 
 
 def page(measured: list[dict]) -> str:
-    rows, origins = [], []
+    rows = []
+    origins = []
     for one in measured:
         folder, model, epochs, _, starts, _ = TRAININGS[one["training"]]
         alone = one["runs"][0]["seconds"] if starts == SPEED_UPS else None

@@ -100,7 +100,8 @@ def measurements(args):
         data = f"--data-dir {args.data_dir}" if has_data(args, folder) else "--synthetic 640"
         epochs = 32
         if cpu:
-            data, epochs = "--synthetic 640", 2
+            data = "--synthetic 640"
+            epochs = 2
         for flag in with_graph:
             name = f"{folder}, ConvNet, {epochs} epochs{flag} (published: {PUBLISHED[folder]})"
             command = f"python {folder}/single.py {data} --epochs {epochs} --model convnet{flag}"
@@ -152,7 +153,8 @@ def of_each_recipe(cpu):
 
 def of_jpegs(args, cpu):
     """ImageNet's recipe from files, with each loader."""
-    tree, count = args.out / "tree", 100 if cpu else 8000
+    tree = args.out / "tree"
+    count = 100 if cpu else 8000
     work = "-b 8 --model convnet" if cpu else "-b 256"
     make = f"python benchmarks/jpeg_tree.py {tree} --images {count}"
     yield "write JPEG files", make, 240

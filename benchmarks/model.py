@@ -60,7 +60,9 @@ def fit(measured):
     alpha is fitted to messages up to 64 KiB, beta to those from 16 MiB, each after subtracting the
     other's share.
     """
-    p, alpha, beta = measured["processes"], 0.0, 0.0
+    p = measured["processes"]
+    alpha = 0.0
+    beta = 0.0
     times = [(point["bytes"], point["seconds"]) for point in measured["sizes"]]
     small = [(size, seconds) for size, seconds in times if size <= 64 * 1024]
     large = [(size, seconds) for size, seconds in times if size >= 16 * MIB]
@@ -91,7 +93,8 @@ def step(compute, size, all_reduce, overlap):
     if not overlap:
         return compute + sum(all_reduce(bucket) for bucket in buckets(size))
     backward = BACKWARD * compute
-    made, sent = 0, 0.0
+    made = 0
+    sent = 0.0
     for bucket in buckets(size):
         made += bucket
         sent = max(sent, backward * made / size) + all_reduce(bucket)
@@ -158,7 +161,8 @@ def page(of_allreduce, of_scaling):
     if 2 not in of_ddp:
         raise InputError("the figures of allreduce.py lack torchrun with two processes")
     cores = int(trained["hardware"].split()[0])
-    here, predicted = [], []
+    here = []
+    predicted = []
     for run in trained["runs"]:
         if run["strategy"] == "single":
             name = run["dataset"]

@@ -331,7 +331,8 @@ def page(measured):
     (one,) = measured
     rows = []
     for run in one["runs"]:
-        theirs, ours = run["theirs"], run["ours"]
+        theirs = run["theirs"]
+        ours = run["ours"]
         ratios = []
         for figure in ("seconds", "images_per_sec", "memory"):
             pairs = zip(ours[figure], theirs[figure], strict=True)

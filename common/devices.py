@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import math
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import torch
 from common import graph
 from common.errors import InputError
 from common.files import cache_folder
+from common.process import cgroups
 from common.ranks import World
 
 # Where torchrun, horovodrun, Open MPI, MPICH and srun put the number of processes on this machine.
@@ -28,9 +30,6 @@ LOCAL_SIZES = (
     # Such as 4(x2), on two machines.
     "SLURM_STEP_TASKS_PER_NODE",
 )
-
-# The limits of this container
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def use(args, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
@@ -119,20 +118,12 @@ def cores_per_process(processes: int | None = None) -> int:
 
 
 def cores_of_machine() -> int:
-    """The cores of the machine, or the CPU quota of the container (docker run --cpus), in cores."""
-    count = os.cpu_count()
+    """The cores of this machine, or the CPU quota of its cgroup (docker run --cpus), in cores."""
+    quota = math.inf
+    # A file system can hide the limits.
     with suppress(OSError, ValueError):
-        # The quota is "max" without a limit.
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        count = min(count, int(quota) // int(period))
-    # Version 1 of cgroups.
-    with suppress(OSError, ValueError):
-        folder = CGROUP / "cpu"
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-        if quota > 0:
-            count = min(count, quota // period)
-    return max(1, count)
+        quota = cgroups.cpu_quota()
+    return max(1, int(min(os.cpu_count(), quota)))
 
 
 def started_by_srun() -> bool:

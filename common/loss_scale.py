@@ -46,7 +46,10 @@ class LossScales:
         """The steps skipped so far, if there is a scale; raises RunError if one is near 0."""
         if not self.scales:
             return {}
-        skipped, *scales = torch.stack([self.skipped, *map(self.one.mul, self.scales)]).tolist()
+        # Apex's are on the CPU.
+        scales = [self.one * scale for scale in self.scales]
+        # Here Python waits for the device, once.
+        skipped, *scales = torch.stack([self.skipped, *scales]).tolist()
         if min(scales) < LOWEST:
             raise nothing_trained(f"the loss scale has fallen to {min(scales):g}")
         return {"skipped": int(skipped)}

@@ -40,7 +40,7 @@ from common.files import (
 from common.log import Progress
 from images import folders
 
-# Of the index: another number, and it is made again.
+# Of the index: one with another number is built again.
 FORMAT = 2
 # Kaggle's zip with its labels, and the files of image-net.org.
 ZIP = "imagenet-object-localization-challenge.zip"
@@ -48,11 +48,11 @@ LABELS = "LOC_val_solution.csv"
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t*.tar.gz"
-# Bytes of a file that is compressed in a zip: a small one can unpack to a thousand times its size.
+# Bytes of an unpacked file from a zip: a small file can unpack to a thousand times its size.
 LARGEST = 2**28
-# Bytes of a name, as in a file system: in an index each has the room of the longest.
+# Bytes of a name, as in a file system. An index has fixed-size records, as wide as the longest.
 LONGEST_NAME = 4096
-# Members of a tar that are texts about the next one, such as its long name, and their bytes.
+# Members of a tar that describe the next one, such as its long name, and their longest, in bytes.
 TEXTS = {
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -68,8 +68,8 @@ ZIP_HEADER = struct.Struct("<26x2H")
 class Archive:
     """The images of `split` (train or val) in an archive, in the order of folders.
 
-    `labels` is an int array, `classes` a list of names, and `left_out` says which files are no
-    images by their names. `class_of` returns {stem of a file: its class}, for archives without
+    `labels` is an int array, `classes` a list of names, and `left_out` says which files do not
+    have the name of an image. `class_of` returns {stem of a file: its class}, for archives without
     folders. The index is memory-mapped, and all processes share it. Raises InputError.
     """
 
@@ -127,7 +127,7 @@ class Archive:
         return content
 
     def prefetch(self, indices: list[int]) -> None:
-        """Let the kernel begin to read images: while one is decoded, the others arrive."""
+        """Tell the kernel to read these images ahead, while others are decoded."""
         # An error is read()'s to report. macOS has no posix_fadvise.
         with contextlib.suppress(OSError, AttributeError):
             for record in self.records[indices]:
@@ -135,7 +135,7 @@ class Archive:
                 os.posix_fadvise(self._opened(), *place, os.POSIX_FADV_WILLNEED)
 
     def _read_bytes(self, index, offset, size):
-        """`size` bytes at `offset`, which are of the image `index`; raises InputError."""
+        """`size` bytes at `offset`, a part of the image `index`; raises InputError."""
         try:
             content = retry(lambda: self._pread(size, offset))
         except OSError as error:
@@ -162,7 +162,7 @@ class Archive:
         return self.descriptor
 
     def __getstate__(self):
-        # A process that is not forked opens the archive and maps the index itself.
+        # A process that is spawned, not forked, opens the archive and maps the index itself.
         return self.__dict__ | {"descriptor": None, "records": self.header["index"]}
 
     def __setstate__(self, state):
@@ -187,7 +187,7 @@ def find(folder: str) -> tuple[Archive, Archive] | None:
         else:
             return None
         class_of = partial(devkit_classes, folder)
-    # First what is quick to find missing.
+    # Find a missing archive before the other one is indexed.
     stat_of(train_path)
     val = Archive(val_path, "val", class_of)
     train = Archive(train_path, "train")
@@ -197,14 +197,14 @@ def find(folder: str) -> tuple[Archive, Archive] | None:
 
 @contextlib.contextmanager
 def refusing(path: Path, what: str):
-    """Let what is raised about the file `path` be an InputError, which says `what` is wrong."""
+    """Turn any exception about the file `path` into an InputError, which says `what` is wrong."""
     try:
         yield
     except InputError:
         raise
     # A damaged file can raise anything.
     except Exception as error:
-        # zipfile words what the machine refuses as a damaged file.
+        # zipfile reports some I/O errors as a damaged file.
         refused = error if isinstance(error, OSError) else refusal(error)
         if refused:
             raise InputError(f"{path}: {refused.strerror or refused}") from error
@@ -284,7 +284,7 @@ def index_paths(path, split):
 
 
 def usable_index(path, split, stat):
-    """The index of an archive as it is now: (header, records), or None."""
+    """(header, records) of an index that fits the archive as it is now, or None."""
     for index in index_paths(path, split):
         try:
             header, records = read_index(index)
@@ -296,7 +296,7 @@ def usable_index(path, split, stat):
             # It may be good.
             raise InputError(f"{index}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError):
-            # It is of another format, or damaged.
+            # It has another format, or is damaged.
             continue
     return None
 
@@ -316,7 +316,7 @@ def parse_index(path, mapped):
     header["index"] = str(path)
     if zlib.crc32(records) != header["crc"]:
         raise ValueError("damaged")
-    # It may lie beside an archive of somebody else.
+    # Somebody else may have put it beside the archive.
     size_of_archive, _ = header["stat"]
     labels_fit = (records["label"] >= 0) & (records["label"] < len(header["classes"]))
     are_texts = all(isinstance(text, str) for text in [*header["classes"], header["left_out"]])
@@ -363,9 +363,9 @@ def make_index(path, split, stat, class_of):
                     if content is None:
                         content = retry(partial(index_of, path, split, stat, class_of))
                     write_atomically(to, *content)
-                    show(f"{to} is there after {time.perf_counter() - start:.1f} s")
+                    show(f"made {to} in {time.perf_counter() - start:.1f} s")
             break
-        # The folder may not be written, or its disk is full: the next place.
+        # The folder is not writable, or its disk is full: try the next place.
         except OSError as error:
             failed = error
     else:
@@ -396,7 +396,7 @@ def index_of(path, split, stat, class_of):
         raise InputError(folders.no_images(f"{path}/{one}", of_class))
     records = records_of(names, classes, places[order], path)
     if not are_within(records, stat[0]):
-        raise InputError(f"{path} names places behind its end: fetch it again")
+        raise InputError(f"{path} lists images beyond its end: fetch it again")
     header = {
         "format": FORMAT,
         "stat": stat,
@@ -417,7 +417,7 @@ def files_in(path, split, size):
     """
     names = []
     others = []
-    # There may be 14 million, and a tuple for each takes a hundred bytes.
+    # An array: there can be 14 million images, and a tuple takes a hundred bytes.
     places = array("q")
     kind = "zip" if is_zip(path) else "uncompressed tar"
     with (
@@ -444,7 +444,7 @@ def files_in(path, split, size):
 
 
 def packed_folder(names, split):
-    """The folder that was packed, in which are the classes: "train/", or one above it, or ""."""
+    """The packed folder that has the classes: "train/", perhaps with parents, or ""."""
     above = posixpath.commonpath({posixpath.dirname(name) for name in names}).split("/")
     if split not in above:
         return ""
@@ -452,7 +452,7 @@ def packed_folder(names, split):
 
 
 def below_classes(names, path, class_of):
-    """`names`, of which each begins with its class; raises InputError."""
+    """`names`, each with its class as the first folder; raises InputError."""
     flat = [name for name in names if "/" not in name]
     if not flat:
         return names
@@ -474,7 +474,7 @@ def class_in(name):
 def in_order_of_folders(names):
     """The numbers of `names`, sorted by name as torchvision's ImageFolder does.
 
-    Of two with one name the last in the archive counts, as if they were unpacked.
+    Of two files with the same name the last one counts, as if they were unpacked.
     """
 
     def key(number):
@@ -488,7 +488,10 @@ def in_order_of_folders(names):
 
 
 def records_of(names, classes, places, path):
-    """What an index has of each image; a label is the number of its class. Raises InputError."""
+    """The records of an index, one per image; a label is the number of its class.
+
+    Raises InputError.
+    """
     longest = max(len(os.fsencode(name)) for name in names)
     if longest > LONGEST_NAME:
         raise InputError(f"{path} has names of over {LONGEST_NAME} bytes")
@@ -504,7 +507,7 @@ def records_of(names, classes, places, path):
 
 
 def fingerprint_of(names) -> int:
-    """The CRC-32 of names, as that of folders."""
+    """The CRC-32 of the names: folders of the same images have the same."""
     crc = 0
     before = b"/"
     for name in names:
@@ -552,9 +555,9 @@ def tar_files(file: BinaryIO, path: Path, folder: str = "") -> Iterator[tuple]:
     """
     tar = tarfile.TarFile(fileobj=file, tarinfo=Member)
     for member in iter(tar.next, None):
-        # It would keep a kilobyte for each.
+        # tarfile would keep a kilobyte for each member.
         tar.members.clear()
-        # A text before it can say another size than its header.
+        # A member that describes it can give another size than its header.
         if member.size < 0:
             raise tarfile.ReadError(f"a size of {member.size}")
         name = folder + member.name
@@ -579,7 +582,7 @@ def tar_files(file: BinaryIO, path: Path, folder: str = "") -> Iterator[tuple]:
 
 
 def require_end(file, offset, path):
-    """Raise InputError unless a whole tar ends at `offset`, where tarfile reads no more header."""
+    """Raise unless the tar ends at `offset`, where tarfile finds no further header."""
     file.seek(offset)
     block = file.read(tarfile.BLOCKSIZE)
     if block != bytes(tarfile.BLOCKSIZE):
@@ -590,5 +593,5 @@ def require_end(file, offset, path):
 
 
 def joined(path):
-    """What to say of two archives in one file, of which one would not be read."""
+    """The message about two archives in one file, of which only one would be read."""
     return f"{path} has more than one archive in it, perhaps joined by cat: pack all files into one"

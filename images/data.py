@@ -78,7 +78,7 @@ def generate(
 def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, str]) -> None:
     """Let rank 0 warn if some of the `files` in `root`, {name: MD5}, differ from the data set `of`.
 
-    Such as a test set that was copied over a part of the training set. Raises InputError.
+    For example, a test set may have been copied over a part of the training set. Raises InputError.
     """
     if world is None or world.rank != 0:
         return
@@ -86,11 +86,11 @@ def say_what_differs(world: World | None, of: str, root: Path, files: dict[str, 
         found = dict(zip(files, pool.map(md5_of, [root / name for name in files]), strict=True))
     others = []
     for name in files:
-        if found[name] != files[name]:
-            others.append(str(root / name))
-            same = [other for other in files if other != name and found[other] == found[name]]
-            if same:
-                others[-1] += f" (the same as {Path(same[0]).name})"
+        if found[name] == files[name]:
+            continue
+        twins = [other for other in files if other != name and found[other] == found[name]]
+        equals = f" (the same as {Path(twins[0]).name})" if twins else ""
+        others.append(f"{root / name}{equals}")
     if others:
         world.say(f"warning: by their MD5s, these are not the files of {of}: {', '.join(others)}")
 

@@ -1,6 +1,7 @@
 """Download a data set's files, once for all processes."""
 
 import contextlib
+import glob
 import io
 import os
 import shutil
@@ -53,10 +54,12 @@ def download(folder: Path, files: list[str], fetch) -> None:
 
 def download_and_move(place: Path, folder: Path, files: list[str], fetch) -> None:
     """Fetch to a new folder in `place`, so that no partial file ever has a final name."""
+    # `place` may be a folder that others share: the name says for what this one is.
+    prefix = f".{folder.resolve().name}.downloading-"
     # Temporary folders that SIGKILL left behind.
-    for left in place.glob(".downloading-*"):
+    for left in place.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix=".downloading-") as to:
+    with tempfile.TemporaryDirectory(dir=place, prefix=prefix) as to:
         with contextlib.redirect_stdout(io.StringIO()):
             fetch(to)
         for name in files:

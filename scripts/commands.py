@@ -14,11 +14,11 @@ from common import results
 
 
 class Command:
-    """A command that runs; variables may stand before its program, as in a shell.
+    """A running command line; it may begin with variables, as in a shell.
 
-    `threads` is for each of its processes. Where a block around it is left, it is ended. Once
-    `finish` or `end` has returned, it has `status`, `seconds`, and `gib`, the memory of its largest
-    process.
+    `threads` is the number of threads of each of its processes. Leaving a `with` block ends it.
+    After finish() or end() it has a `status`, the `seconds` it took, and `gib`, the memory of its
+    largest process.
     """
 
     def __init__(self, line: str, threads: int | None = None, cwd=None, **variables):
@@ -57,7 +57,7 @@ class Command:
             self.printed.append((time.perf_counter() - self.began, line.rstrip()))
 
     def has_ended(self) -> bool:
-        # poll() would take its status, and wait4, which tells its memory, would find no process.
+        # poll() would reap the process, so that wait4(), which reports its memory, would fail.
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return self.status is not None or os.waitid(os.P_PID, self.process.pid, options) is not None
 
@@ -69,7 +69,7 @@ class Command:
         self._take_status()
 
     def end(self) -> None:
-        """Ask it to end, if it runs. A recipe saves, and ends without an evaluation."""
+        """Send it SIGTERM if it runs: a recipe saves, and ends without an evaluation."""
         if self.status is None:
             os.kill(self.process.pid, signal.SIGTERM)
             self._take_status()
@@ -80,21 +80,21 @@ class Command:
         self.seconds = time.perf_counter() - self.began
         # Linux counts in KiB.
         self.gib = used.ru_maxrss / 2**20
-        # A process that it left behind may still hold the pipe.
+        # A process that it left behind can keep the pipe open.
         self.reader.join(5)
 
     def lines(self) -> list[str]:
-        """What it printed, without blank lines."""
+        """The lines it printed, but for blank ones."""
         return [line for _, line in self.printed if line.strip()]
 
     def last_words(self) -> str:
-        """What a script said in its one line, or else the last line; torchrun prints more."""
+        """The line with which a script ended, or the last line; torchrun prints more after it."""
         own = [line for line in self.lines() if re.match(r"\w+\.py: ", line)]
         return (own or self.lines() or [""])[-1]
 
 
 def logged(log_dir: Path, kind: str) -> list[dict]:
-    """The lines of this kind that a recipe has written to its results.jsonl so far."""
+    """The events of this kind in the results.jsonl of a recipe, so far."""
     file = Path(log_dir, "results.jsonl")
     events = results.read(file) if file.exists() else []
     return [event for event in events if event["event"] == kind]

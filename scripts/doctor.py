@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from common import devices, flags, schedule
 from common.data import DataObject, EpochSampler
 from common.errors import InputError, RunError
-from common.process import launch
+from common.process import cgroups, launch
 from common.ranks import World
 from scripts import machine
 from scripts.group import bus_bandwidth, join, seconds_of, sum_is_right
@@ -179,7 +179,7 @@ def describe(group, own, args):
         "local_rank": group.local_rank,
         "threads": torch.get_num_threads(),
         "cores": devices.own_cores(),
-        "cpu_quota": machine.cpu_quota(),
+        "cpu_quota": cgroups.cpu_quota(),
         "resolves": name_resolves(socket.gethostname()),
         "shared_memory": shared_memory_left(),
         "device": f"{group.device} ({gpu.name})" if gpu else str(group.device),

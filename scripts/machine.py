@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The machine and the versions behind a measurement."""
 
 import contextlib
 import ctypes
@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 
 import torch
+
+from common.process.cgroups import cgroup_folders, numbers_in
 
 
 def versions():
@@ -45,13 +47,14 @@ def commit(folder=Path(__file__).parent):
 
     with contextlib.suppress(OSError):  # there is no git
         if name := git("describe", "--always").stdout.strip():
-            others = ":/", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md"
-            return name + "-dirty" * git("diff", "--quiet", "HEAD", "--", *others).returncode
+            others = (":/", ":(top,exclude)benchmarks/results", ":(top,exclude)README.md")
+            differs = git("diff", "--quiet", "HEAD", "--", *others).returncode != 0
+            return f"{name}-dirty" if differs else name
     return "unknown"
 
 
 def about(command: str, threads=None) -> dict:
-    """How, on what, and when something is measured, and at which commit of this repository."""
+    """The command, hardware, versions, date and commit of a measurement."""
     count = torch.cuda.device_count()
     gpus = f"{count} x {torch.cuda.get_device_name(0)}" if count else "no GPU"
     found = {"command": command, "hardware": f"{os.cpu_count()} cores of an {cpu()}, {gpus}"}
@@ -62,7 +65,7 @@ def about(command: str, threads=None) -> dict:
 
 
 def in_words(found: dict) -> str:
-    """What `about` returned, in a line."""
+    """The dict that about() returns, as a sentence."""
     threads = f", threads per process: {found['threads']}" if "threads" in found else ""
     versions = ", ".join(map(" ".join, found["versions"].items()))
     return (
@@ -78,44 +81,6 @@ def cpu():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def cgroup_folders(root=Path("/")):
-    """The folders of this process's cgroups and of those above them: a limit of each holds.
-
-    Version 1 has a tree of folders per controller, version 2 has one tree. Empty if there is none.
-    """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for controller in controllers.split(","):
-                tree = root / "sys/fs/cgroup" / controller
-                folder = tree / path.lstrip("/")
-                # In a container the path can be that of the host, which is not there.
-                found += [folder, *folder.parents[: len(folder.relative_to(tree).parts)]]
-    return [folder for folder in found if folder.is_dir()]
-
-
-def numbers_in(path):
-    """The numbers in a file of a cgroup, where "max" is infinity; none if there is no such file."""
-    if not path.exists():
-        return []
-    return [math.inf if word == "max" else int(word) for word in path.read_text().split()]
-
-
-def cpu_quota(root=Path("/")):
-    """How many CPUs this process and its neighbours in the cgroup may use at a time."""
-    quotas = [math.inf]
-    for folder in cgroup_folders(root):
-        of_version_1 = numbers_in(folder / "cpu.cfs_quota_us") + numbers_in(
-            folder / "cpu.cfs_period_us"
-        )
-        for quota, period in filter(None, (numbers_in(folder / "cpu.max"), of_version_1)):
-            # Version 1 says -1 for none.
-            if quota > 0:
-                quotas.append(quota / period)
-    return min(quotas)
 
 
 def memory_of_cgroup(root=Path("/")):

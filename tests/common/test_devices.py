@@ -1,5 +1,6 @@
 """The device of each process, and the memory format of a model."""
 
+import math
 import os
 import platform
 from pathlib import Path
@@ -161,23 +162,13 @@ def test_kernels_of_each_kind_of_cpu(tmp_path, monkeypatch):
     assert other.parent == own.parent == tmp_path / "torchinductor"
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({}, 8),
-        ({"cpu.max": "max 100000"}, 8),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
-    ],
-)
-def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
-    """vllm 34462: docker run --cpus=2 shows all cores, and lets them wait most of the time."""
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+@pytest.mark.parametrize(("quota", "cores"), [(math.inf, 8), (9, 8), (2.5, 2), (0.5, 1)])
+def test_cores_of_a_container(quota, cores, monkeypatch):
+    """vllm 34462: docker run --cpus=2 shows all cores, and lets them wait most of the time.
+
+    tests/scripts/test_machine.py reads the quota from the files of cgroups.
+    """
+    monkeypatch.setattr(devices.cgroups, "cpu_quota", lambda: quota)
     monkeypatch.setattr(devices, "own_cores", lambda process=0: list(range(8)))
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     for name in devices.LOCAL_SIZES:

@@ -316,7 +316,7 @@ def test_a_zip_that_names_a_place_behind_its_end(tmp_path):
     size_in_directory = content.index(b"PK\x01\x02") + 20
     content[size_in_directory : size_in_directory + 4] = b"\xf0\xff\xff\xff"
     (tmp_path / "train.zip").write_bytes(content)
-    with pytest.raises(InputError, match=r"train\.zip names places behind its end"):
+    with pytest.raises(InputError, match=r"train\.zip lists images beyond its end"):
         archives.Archive(tmp_path / "train.zip", "train")
 
 

@@ -255,9 +255,10 @@ def test_ended_by_a_signal(number, mnist, tmp_path, monkeypatch):
 
 
 def test_what_sigkill_left(mnist, tmp_path, monkeypatch):
-    """The next download removes it."""
-    (tmp_path / ".downloading-abc" / "MNIST").mkdir(parents=True)
+    """The next download removes it, and nothing else beside the folder."""
+    (tmp_path / ".data.downloading-abc" / "MNIST").mkdir(parents=True)
+    (tmp_path / ".other.downloading-abc").mkdir()
     with Server(mnist) as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         digits.load(tmp_path / "data", None, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.downloading-abc", "data"]

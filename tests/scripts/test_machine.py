@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from scripts.machine import cpu_quota, memory_of_cgroup, versions
+from common.process.cgroups import cpu_quota
+from scripts.machine import memory_of_cgroup, versions
 
 MIB = 2**20
 # What the kernel shows of no limit in version 1.
@@ -48,6 +49,13 @@ def test_limits_of_cgroups(version, tmp_path):
     write_tree(TREES[version], tmp_path)
     assert cpu_quota(tmp_path) == 1.5
     assert memory_of_cgroup(tmp_path) == (60 * MIB, 100 * MIB)
+
+
+@pytest.mark.check
+def test_a_container_whose_cgroup_is_the_root_that_it_sees(tmp_path):
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}
+    write_tree(files, tmp_path)
+    assert cpu_quota(tmp_path) == 2.5
 
 
 @pytest.mark.check
