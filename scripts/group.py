@@ -43,9 +43,10 @@ class Group:
         return rows.cpu()
 
     def gather_values(self, own):
-        """The value `own` of each rank; as JSON it has 8192 bytes at most."""
-        text = json.dumps(own).encode().ljust(8192)
-        rows = self.gather(torch.tensor(list(text), dtype=torch.int32))
+        """The value `own` of each rank, which goes through JSON."""
+        text = json.dumps(own).encode()
+        longest = int(self.gather(torch.tensor(len(text))).max())
+        rows = self.gather(torch.tensor(list(text.ljust(longest)), dtype=torch.int32))
         return [json.loads(bytes(row)) for row in rows.tolist()]
 
 
@@ -108,7 +109,7 @@ class HorovodGroup(Group):
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process."""
+    """Whether a launcher has started this process, by its rank: join() then needs its variables."""
     return any(name in os.environ for name in launch.RANKS)
 
 

@@ -48,6 +48,22 @@ def test_docstring_command(command):
         assert "learning rate 0.04 (--lr 0.02" in output
 
 
+def test_descriptions_of_any_length(tmp_path):
+    """Many cores and long flags make long ones, and ranks may differ."""
+    (tmp_path / "describe.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch\n"
+        "from scripts.group import join\n"
+        "group = join(lambda *_: torch.device('cpu'))\n"
+        "values = group.gather_values('x' * (5000 + 5000 * group.rank))\n"
+        "print(f'lengths {list(map(len, values))}')\n"
+        "group.leave()\n"
+    )
+    output = compute("torchrun --nproc-per-node=2 describe.py", tmp_path)
+    assert output.count("lengths [5000, 10000]") == 2
+
+
 def test_three_processes_which_do_not_divide_the_images():
     """The share of a step is that of all its passes, and the batch that of one."""
     command = f"torchrun --nproc-per-node=3 {SCRIPT} {ACCUMULATED} --synthetic 1000 -b 10"
