@@ -140,6 +140,8 @@ def be_rank(words, environment, stdout=None, stderr=None):
     os.environ.clear()
     os.environ.update(environment)
     run_script(words)
+    # multiprocessing skips exit handlers. Horovod needs its own: it tells the other ranks.
+    atexit._run_exitfuncs()
 
 
 def reset_signals():

@@ -73,9 +73,12 @@ def test_fault_of_one_rank(strategy, fault, tmp_path):
 
 def test_a_rank_hangs(tmp_path):
     """The watchdogs end both ranks, and torchfrtrace names the one for which the other waited."""
-    # The watchdog also sees the first step of an epoch.
-    step = "(run.position.epoch, run.position.samples) == (1, 0)"
-    copy = faulty_copy(tmp_path, "ddp_launch", step, "__import__('time').sleep(1000)")
+    # The watchdog also sees the first step of an epoch. Within step(), where the other rank waits:
+    # whichever of them ends first, its stack has it.
+    line = "        optimizer.zero_grad()\n"
+    hangs = "if (world.rank, run.position.epoch, run.position.samples) == (1, 1, 0)"
+    fault = f"        {hangs}:\n            __import__('time').sleep(1000)\n"
+    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", line, fault + line)
     command = f"{strategies(2, copy)['ddp_launch']} {SHORT} --epochs 3 --log-dir log --timeout 30"
     output = fails(command, tmp_path, TORCH_FR_BUFFER_SIZE="2000")
     assert "Timeout (0:00:30)!" in output
