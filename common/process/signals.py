@@ -80,6 +80,9 @@ def clean_up_first(*numbers: int):
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in came:
+            if signal.getsignal(number) is noted:
+                # Here, as the thread may act only after this one has printed a traceback.
+                actions[number]()
             os.kill(os.getpid(), number)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from launch import PATIENCE
 from torchvision.datasets import CIFAR10, MNIST
+from tqdm import tqdm
 
 from cifar10 import cifar
 from common.errors import InputError
@@ -197,6 +198,7 @@ def test_what_is_there_is_kept(mnist, tmp_path, monkeypatch, real_data):
 
 def as_rank(rank, folder):
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    tqdm.set_lock(threading.RLock())  # tqdm's own is the parent's, too: a killed fork would keep it
     os.environ["RANK"] = str(rank)
     with launch.plain_exits():
         digits.load(folder, None, 0)
