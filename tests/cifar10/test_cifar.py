@@ -90,20 +90,6 @@ def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
     assert torch.equal(their_labels, labels[80:])
 
 
-def test_epochs_differ_and_repeat():
-    train = training()
-    first, second, again = (read_epoch(train, epoch)[0] for epoch in (0, 1, 0))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
-def test_crops_leave_the_random_state_of_torch_alone():
-    """Dropout draws from it, in the training process."""
-    before = torch.get_rng_state()
-    read_epoch(training(), epoch=1)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_resnet18():
     """For 32x32 it has half a million parameters fewer than torchvision's for ImageNet."""
     model = cifar.build("resnet18")

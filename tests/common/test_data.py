@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from common.data import EpochSampler, Seeded, TensorLoader, to_device
 from common.errors import InputError
@@ -111,14 +111,6 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 100
 
 
-def test_a_sampler_is_torchs():
-    sampler = EpochSampler(10, 2)
-    assert sorted(sampler) == list(range(10))
-    loader = DataLoader(torch.arange(10), batch_size=2, sampler=sampler)
-    assert sorted(torch.cat(list(loader)).tolist()) == list(range(10))
-    assert len(loader) == 5
-
-
 def test_too_few_samples_raise():
     with pytest.raises(InputError, match="do not fill one batch"):
         EpochSampler(10, 64)
@@ -150,14 +142,6 @@ def test_empty_share(workers):
         else:
             loader = data_loader(dataset, share, 8, workers)
         assert list(loader) == []
-
-
-def test_validation_shares_cover_the_set_once():
-    val_set = TensorDataset(torch.arange(100))
-    shares = [TensorLoader(val_set, range(rank, 100, 7), 4, CPU) for rank in range(7)]
-    read = [torch.cat([batch for (batch,) in share]).tolist() for share in shares]
-    assert [len(values) for values in read] == [15, 15, 14, 14, 14, 14, 14]
-    assert sorted(value for values in read for value in values) == list(range(100))
 
 
 class Drawn(Dataset):

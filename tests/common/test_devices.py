@@ -2,16 +2,12 @@
 
 import math
 import os
-import platform
-from pathlib import Path
 
 import pytest
 import torch
-from launch import need
 
 from common import devices
 from common.errors import InputError
-from common.ranks import World
 
 pytestmark = pytest.mark.check
 
@@ -26,22 +22,6 @@ def test_channels_last_hands_on_all_inputs():
     devices.use_channels_last(model)
     images = torch.ones(2, 3, 4, 4)
     assert model(images, torch.full((4, 4), 2.0), scale=3).unique().tolist() == [6]
-
-
-def test_a_cpu_without_16_bit_units_says_so(monkeypatch, capsys):
-    need(hasattr(torch.cpu, "get_capabilities"), "a newer torch, which knows the CPU's units")
-
-    def said(device, dtype):
-        devices.warn_if_slow(World(torch.device(device)), dtype)
-        return capsys.readouterr().out
-
-    flags = Path("/proc/cpuinfo").read_text().split()
-    slow = platform.machine() == "x86_64" and not {"avx512_bf16", "amx_bf16"} & set(flags)
-    assert said("cpu", torch.bfloat16).count("fp32 is faster") == slow
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_fp16": False, "avx2": True})
-    assert "no fp16 units (amx_fp16)" in said("cpu", torch.float16)
-    # Of bf16 it knows nothing.
-    assert said("cpu", torch.bfloat16) == said("cuda", torch.float16) == ""
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,3 @@ def test_a_home_is_found(parser, monkeypatch):
     assert (args.log_dir, args.data_dir) == ("/home/me/run", "/home/me")
     assert args.out == Path("/home/me/out")
     assert args.tracking == "~/no path"
-
-
-def test_help_shows_no_default_of_a_switch(parser):
-    """--no-reshard-after-forward would show that of `reshard`: (default: True)."""
-    parser.add_argument("--no-such", action="store_false", dest="such", help="do without")
-    assert "(default: 600)" in parser.format_help()
-    assert "default: True" not in parser.format_help()

@@ -1,7 +1,6 @@
 """What rank 0 logs: on a disk that fills up, and where TensorBoard is broken."""
 
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,16 +76,6 @@ def test_progress_without_a_terminal(capsys):
         bar.display()
         assert capsys.readouterr().out.startswith("train.tar:  50%")
     assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("kind", "bar"), [("dumb", False), ("xterm", True), (None, True)])
-def test_a_terminal_that_shows_no_bar(kind, bar, monkeypatch):
-    """smartos-live 603: a shell in Emacs writes each state of the bar behind the last one."""
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.delenv("TERM", raising=False)
-    if kind:
-        monkeypatch.setenv("TERM", kind)
-    assert log.shows_bars() == bar
 
 
 def test_figures_of_torch_and_numpy(tmp_path):

@@ -5,16 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import RunError
 from common.metrics import Best, Sums, in_order
 
 pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
-batches = st.lists(st.integers(1, 50), min_size=1, max_size=12)
-seeds = st.integers(0, 2**32 - 1)
 
 
 def averages(loss, samples, confusion):
@@ -23,47 +19,6 @@ def averages(loss, samples, confusion):
 
 def new_sums():
     return Sums(CPU, averages, confusion=(2, 2))
-
-
-def add(sums, sizes, seed):
-    """Random batches of these sizes; returns the loss of each sample."""
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for size in sizes:
-        loss = torch.rand(size, generator=generator, dtype=torch.float64)
-        sums.add(loss=loss.sum(), samples=size)
-        losses += loss.tolist()
-    return losses
-
-
-@given(
-    st.lists(st.tuples(batches, seeds), min_size=1, max_size=5),
-    st.lists(st.tuples(batches, seeds), max_size=5),
-)
-def test_sums_are_those_of_all_samples(ranks, before):
-    """However the samples are split over ranks and batches, and by a resume: each counts once."""
-
-    def run(parts, state=None):
-        """The state and the total that `parts`, the batches of each rank, end with."""
-        sums = [new_sums() for _ in parts]
-        for one, part in zip(sums, parts, strict=True):
-            if state:
-                one.load_state_dict(state)
-            losses.extend(add(one, *part))
-        # A first total of each rank gives what they would send, a second has the sum of it.
-        sent = []
-        for one in sums:
-            one.total(sent.append)
-        of_all = sum(sent)
-        totals = [one.total(lambda values: values.copy_(of_all)) for one in sums]
-        assert all(str(total) == str(totals[0]) for total in totals)
-        return sums[0].state_dict(), totals[0]
-
-    losses = []
-    state = run(before)[0] if before else None
-    _, total = run(ranks, state)
-    assert total["samples"] == len(losses)
-    assert total["loss"] == pytest.approx(math.fsum(losses), rel=1e-12)
 
 
 def test_sums_of_any_shape_go_on_after_a_resume():

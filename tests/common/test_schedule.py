@@ -64,22 +64,6 @@ def test_the_rate_of_a_run(words, processes, peak):
     assert falls[-1] < 0.01 * peak
 
 
-def test_each_group_keeps_its_own_rate():
-    """Also those of a second optimizer."""
-    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-    groups = [{"params": [weights[0]], "lr": 0.1}, {"params": [weights[1]], "lr": 0.001}]
-    optimizers = torch.optim.SGD(groups), torch.optim.SGD([weights[2]], 0.01)
-    rates = schedule.WarmupCosine(2, *optimizers)
-    position = Position(EpochSampler(100, 10), epochs=10)
-    for place in ((0, 0), (1, 0), (5, 0), (9, 50)):
-        position.epoch, position.samples = place
-        rates.set(position)
-        backbone, head, other = (
-            group["lr"] for optimizer in optimizers for group in optimizer.param_groups
-        )
-        assert backbone == pytest.approx(100 * head) == pytest.approx(10 * other)
-
-
 def test_a_global_batch_is_shared():
     assert schedule.batch_size(parsed("-b 64"), 4) == 64
     assert schedule.batch_size(parsed("-b 64 -G 24"), 4) == 6

@@ -104,16 +104,3 @@ def test_weights_with_other_classes(begin, tmp_path):
     said = begin(flags(tmp_path / "last.pt"), model, classes=["cat", "emu"])
     assert said.endswith("its classes[1] is 'dog', and in this run 'emu'\n")
     assert "classes" not in begin(flags(tmp_path / "last.pt"), model, classes=["cat", "dog"])
-
-
-def test_safetensors_that_begin_like_a_web_page(begin, tmp_path):
-    """The length of its header comes first, here 0x3C20: a space and <."""
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    path = tmp_path / "w.safetensors"
-    save_file(model.state_dict(), path, {"note": ""})
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    save_file(model.state_dict(), path, {"note": "x" * (0x3C20 - length)})
-    assert path.read_bytes().startswith(b" <")
-    begin(flags(path), other)
-    assert torch.equal(model.weight, other.weight)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import compute
 from launch import assert_same, checkpoint, evaluations, largest_difference, need, need_horovod
-from recipes import ROOT, changed_copy, in_float64, keep_checkpoints
+from recipes import ROOT, in_float64, keep_checkpoints
 
 from common.data import EpochSampler, Seeded
 from common.process.workers import data_loader
@@ -315,47 +315,3 @@ def test_horovod_clips(tmp_path):
     found = weights("horovodrun --gloo -np 2 python", script)
     assert largest_difference(found, expected) < TOLERANCE
     assert largest_difference(unclipped, expected) > 1e-3
-
-
-def test_mixed_precision(tmp_path):
-    """It learns as well as in fp32, within the digits of 16 bits."""
-    losses = {}
-    for name, recipe, flags in (
-        ("fp32", "ddp_launch.py", ""),
-        ("bf16", "ddp_amp.py", "--amp-dtype bf16"),
-        ("fp16", "ddp_amp.py", "--amp-dtype fp16"),
-    ):
-        script = port("## Sequences", tmp_path / name, recipe, float64=False)
-        text = script.read_text()
-        script.write_text(text.replace("digits.normalise(images)).float()", "images).float()"))
-        run = f"{torchrun(2)} {script} --device cpu --epochs 2 {flags} --log-dir log"
-        compute(run, cwd=tmp_path / name)
-        losses[name] = evaluations(tmp_path / name / "log")[-1]["val/loss"]
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05)
-    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.05)
-
-
-def test_a_frozen_teacher_and_a_file_of_ones_own(tmp_path):
-    """Neither is in a checkpoint; the file is in the folder of the run."""
-    copy = changed_copy(tmp_path, "mnist/ddp_launch.py", TEACHER[0], "".join(TEACHER))
-    text = (copy / "ddp_launch.py").read_text()
-    loss = "        loss = F.cross_entropy(logits, labels)\n        loss.backward()\n"
-    assert text.count(loss) == 1
-    (copy / "ddp_launch.py").write_text(text.replace(loss, DISTIL))
-    flags = "--synthetic 320 --model lenet --device cpu --epochs 1 --log-dir run"
-    compute(f"torchrun --nproc-per-node=2 {copy}/ddp_launch.py {flags}", tmp_path)
-    assert (tmp_path / "run" / "plot.txt").read_text() == "mine"
-    assert "teacher" not in checkpoint(tmp_path / "run")
-
-
-TEACHER = (
-    "    # Locks the folder of the run, and loads the checkpoint of --resume into `state`.\n",
-    "    teacher = digits.build(args.model).to(world.device).eval()\n",
-)
-DISTIL = """        with torch.no_grad():
-            wanted = teacher(digits.normalise(images)).softmax(1)
-        loss = F.cross_entropy(logits, wanted)
-        loss.backward()
-        if run.writes:
-            (run.folder / "plot.txt").write_text("mine")
-"""

@@ -103,20 +103,6 @@ def test_grey_is_behind_a_photo(photo):
     assert (found[:, 32:] == np.asarray(photo)[:, 32:]).all()
 
 
-def test_an_opaque_image_stays_as_it_is(photo):
-    for image in (photo, Image.new("RGB", (8, 8), (10, 200, 30))):
-        assert (pixels_of(in_bytes(image.convert("RGBA"), "PNG")) == np.asarray(image)).all()
-
-
-def test_a_colour_that_stands_for_transparent(photo):
-    """In PNGs without an alpha channel."""
-    colour = photo.getpixel((3, 5))
-    found = pixels_of(in_bytes(photo, "PNG", transparency=colour))
-    expected = np.asarray(photo).copy()
-    expected[5, 3] = 128
-    assert (found == expected).all()
-
-
 def test_a_long_text_beside_the_picture(photo):
     """Pillow 8363: by default it refuses more than 1 MiB, such as the history of an editor."""
     text = PngImagePlugin.PngInfo()

@@ -80,29 +80,3 @@ def test_mpijob():
         assert set(replica) == {"replicas", "restartPolicy", "template"}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
         validate(pod | replica["template"])
-
-
-def test_skypilot():
-    """Its fields are from SkyPilot 0.14.1, sky/utils/schemas.py.
-
-    SkyPilot itself would need an environment of 68 packages for this file.
-    """
-    (task,) = documents_in("skypilot.yaml")
-    assert set(task) <= {
-        "name",
-        "workdir",
-        "num_nodes",
-        "resources",
-        "file_mounts",
-        "setup",
-        "run",
-        "envs",
-        "secrets",
-        "config",
-        "volumes",
-    }
-    assert task["num_nodes"] == 2
-    assert task["resources"] == {"accelerators": "A100:4"}
-    (storage,) = task["file_mounts"].values()
-    assert set(storage) <= {"name", "source", "store", "persistent", "mode", "type", "config"}
-    assert storage["mode"] in ("MOUNT", "COPY", "MOUNT_CACHED")

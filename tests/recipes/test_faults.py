@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from forked import ForkedJob, compute
-from launch import checkpoint, need_horovod, place, strategies, wait_until
+from launch import need_horovod, place, strategies, wait_until
 from PIL import Image
 from recipes import ROOT, STEP, changed_copy
 
@@ -137,29 +137,6 @@ def test_disk_full_during_a_save(strategy, tmp_path):
     assert whole_epochs == 1
     assert place(good(tmp_path / "copy")) == (1, 0), "the one behind the evaluation"
     assert not list((tmp_path / "copy").glob(".*.partial")), "no partial file takes up space"
-
-
-def test_disk_full_for_results(tmp_path):
-    """TensorBoard and results.jsonl cannot be written: training goes on, and says so."""
-    # The checkpoints lie elsewhere: only results fill the disk.
-    loop = "    while not run.over:\n"
-    copy = changed_copy(tmp_path, "mnist/single.py", loop, f"    run.folder = Path('.')\n{loop}")
-    command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
-    output = compute(command, tmp_path, disk=("disk", "8k"))
-    assert "warning: no results are written to disk (No space left on device)" in output
-    assert place(checkpoint(tmp_path)) == (3, 0)
-
-
-def test_folder_becomes_read_only(tmp_path):
-    # A second mount, in front of the first, which has a file open.
-    remount = "mount --bind disk disk && mount -o remount,bind,ro disk"
-    line = f"if run.position.steps == 15: assert __import__('os').system({remount!r}) == 0"
-    copy = changed_copy(tmp_path, "mnist/single.py", STEP, f"            {line}\n{STEP}")
-    command = f"python {copy}/single.py {SHORT} --epochs 3 --log-dir disk"
-    output = fails(command, tmp_path, disk=("disk", "10m"))
-    assert output.count("cannot save in disk (Read-only file system)") == 1
-    assert "Traceback" not in output
-    assert place(good(tmp_path / "copy")) == (1, 0)
 
 
 @pytest.fixture(scope="module")

@@ -231,17 +231,6 @@ def test_apex(dataset, level, apex, on_the_cpu, tmp_path):
         assert [first, last] == pytest.approx(losses(on_the_cpu(dataset)), rel=0.01)
 
 
-def test_apex_without_channels_last(apex, tmp_path):
-    printed, _ = pretended(
-        ROOT / "mnist" / "apex_amp.py",
-        "--synthetic 384 --channels-last",
-        tmp_path,
-        status=2,
-        PYTHONPATH=apex,
-    )
-    assert "does not work with --channels-last" in printed
-
-
 def test_apex_accumulates(apex, tmp_path):
     """The first step of a run, here of a resumed one, has all gradients.
 
@@ -347,12 +336,6 @@ def test_seeds_are_for_the_device_of_the_run(tmp_path):
     flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
     printed, _ = pretended(copy / "single.py", flags, tmp_path)
     assert "current 1\n" in printed
-
-
-def test_too_few_gpus(tmp_path):
-    recipe = ROOT / "mnist" / "ddp_spawn.py"
-    printed, _ = pretended(recipe, "--synthetic", tmp_path, gpus=1, status=2)
-    assert "torch sees 1 cuda devices, and 2 are needed" in printed
 
 
 def test_data_parallel_does_not_compile(tmp_path):

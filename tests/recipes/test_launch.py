@@ -1,13 +1,8 @@
 """Each recipe, started by each command in its docstring, runs to its end and prints a line once."""
 
-import contextlib
 import importlib.util
-import io
 import os
 import re
-import runpy
-import sys
-from unittest import mock
 
 import pytest
 import torch.distributed.run
@@ -69,14 +64,6 @@ def cases(real):
 
 def apex_there():
     return torch.cuda.device_count() >= 2 and importlib.util.find_spec("apex") is not None
-
-
-def test_every_recipe_names_a_command():
-    assert len(RECIPES) >= 24
-    for recipe in RECIPES:
-        assert commands(recipe), f"{name_of(recipe)} does not say how to start it"
-        assert all(name_of(recipe) in line for line in commands(recipe))
-    assert len(cases(real=True)) == len(REAL)
 
 
 def trained(group, start, cwd, log_dir):
@@ -250,41 +237,3 @@ def test_a_rank_that_waits_leaves_its_core_to_others(tmp_path):
     need_horovod("gloo")
     (tmp_path / "waiting.py").write_text(WAITING)
     assert float(compute("horovodrun --gloo -np 2 python waiting.py", tmp_path)) < 0.2
-
-
-def flags_of(recipe):
-    """The flags of a recipe, as --help lists them."""
-    shown = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", [str(recipe), "--help"]),
-        contextlib.redirect_stdout(shown),
-        mock.patch.object(sys, "path", sys.path.copy()),
-        pytest.raises(SystemExit),
-    ):
-        runpy.run_path(str(recipe), run_name="recipe")["parse_args"]()
-    return sorted(set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", shown.getvalue(), re.MULTILINE)))
-
-
-def test_torchrun_leaves_the_flags_of_a_recipe_alone():
-    """argparse also takes a flag behind the script for an abbreviation of its own, such as --n."""
-    parser = torch.distributed.run.get_args_parser()
-    for recipe in [recipe for recipe in RECIPES if recipe.name in ("ddp_launch.py", "ddp_amp.py")]:
-        flags = flags_of(recipe)
-        assert {"--batch-size", "--log-dir", "-b"} <= set(flags)
-        for flag in flags:
-            for behind in ([flag, "1"], [f"{flag}=1"]):
-                parsed = parser.parse_args(["--nproc-per-node=2", str(recipe), *behind])
-                assert parsed.training_script_args == behind
-    with pytest.raises(SystemExit):
-        parser.parse_args([str(recipe), "--n", "1"])
-
-
-def test_horovodrun_leaves_the_flags_of_a_recipe_alone(monkeypatch):
-    need_horovod("gloo")
-    from horovod.runner.launch import parse_args
-
-    for recipe in [recipe for recipe in RECIPES if recipe.name == "hvd.py"]:
-        for flag in flags_of(recipe):
-            command = ["python", str(recipe), flag, "1"]
-            monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", *command])
-            assert parse_args().command == command

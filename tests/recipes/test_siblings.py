@@ -121,10 +121,3 @@ def test_the_commands_are_the_same_for_all_datasets(name):
     )
     assert first
     assert others == [first, first]
-
-
-def test_no_word_of_another_dataset():
-    """A recipe that was copied from another data set's and not finished."""
-    for recipe in RECIPES:
-        others = "|".join(folder.name for folder in DATASETS if folder != recipe.parent)
-        assert not re.search(rf"\b({others})\b", recipe.read_text(), re.I), name_of(recipe)

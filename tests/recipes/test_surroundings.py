@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import compute, refused
-from launch import Job, as_nobody, need, refused_here, run
+from launch import Job, as_nobody, need, run
 from recipes import ROOT, changed_copy
 
 from common import checkpoint
@@ -164,13 +164,6 @@ def test_a_name_that_is_not_utf8(tmp_path):
     assert line == "single.py: --log-dir caf\\udce9: TensorBoard needs a name in UTF-8"
 
 
-def test_a_home_that_the_shell_does_not_expand(tmp_path):
-    """tensorflow 44264: --log-dir=~/log makes no folder of the name ~."""
-    compute(f"{SINGLE} --log-dir='~/log'", tmp_path, HOME=str(tmp_path / "home"))
-    assert (tmp_path / "home" / "log" / "last.pt").exists()
-    assert not (tmp_path / "~").exists()
-
-
 def test_ctrl_c_as_process_1(tmp_path):
     """In a container: moby 12022. All recipes begin so."""
     need(os.geteuid() == 0 and shutil.which("unshare"), "root, to make a namespace of processes")
@@ -186,10 +179,3 @@ def test_ctrl_c_as_process_1(tmp_path):
     (process_1,) = (process for process, words in job.command_lines() if words[0] == "python")
     process_1.send_signal(signal.SIGINT)
     assert job.finish() == 128 + signal.SIGINT
-
-
-@pytest.mark.parametrize("content", [[1], torch.ones(2), None, {1: torch.ones(2)}])
-def test_a_file_that_is_no_state_dict(content, tmp_path):
-    torch.save(content, tmp_path / "weights.pt")
-    line = refused_here("mnist/single.py --synthetic 64 --init-from weights.pt", tmp_path)
-    assert "it is not a state_dict, a dict of tensors" in line

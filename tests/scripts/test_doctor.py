@@ -3,17 +3,14 @@
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from forked import ForkedJob, compute
-from launch import free_port, need, need_horovod, wait_until
+from launch import free_port, need, need_horovod
 from recipes import ROOT, commands
 
 from benchmarks import jpeg_tree
-from scripts import doctor
 
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
@@ -72,13 +69,6 @@ def test_three_processes_which_do_not_divide_the_images():
     assert f"imagenet, generated: {shares}" in output
     assert "batch 10 per process x 3 accumulated, 90 global | 11 steps per epoch" in output
     assert "learning rate 0.1 (" in output
-
-
-def test_accumulated_passes_of_a_global_batch():
-    output = compute(f"torchrun --nproc-per-node=2 {SCRIPT} {ACCUMULATED} -G 96", cwd=ROOT)
-    assert "batch 16 per process x 3 accumulated, 96 global" in output
-    shares = SHARES.format("1,281,120 of 1,281,167", " (47 fill no global batch)", "50,000")
-    assert shares in output
 
 
 def test_real_images_and_a_warning(real_data):
@@ -145,15 +135,6 @@ def test_own_recipe(tmp_path):
     output = compute(mine, cwd=tmp_path, status=1, MORE="1")
     each = "100 and 30 samples on rank 0, 110 and 30 samples on rank 1"
     assert f"the data set is not the same on all ranks ({each})" in verdict(output)
-
-
-@pytest.mark.parametrize("name", ["regression", "finetune"])
-def test_examples(name):
-    """Data in memory, and data that workers read."""
-    command = f"torchrun --standalone --nproc-per-node=2 {SCRIPT} --recipe examples/{name}.py"
-    output = compute(f"{command} --synthetic 400", cwd=ROOT)
-    assert f"{name}, generated: an epoch trains on " in output
-    assert re.match(f"{WELL}: world size 2", verdict(output))
 
 
 def by_hand(rank, port, flags="", script=SCRIPT, local_rank=0):
@@ -236,15 +217,6 @@ def test_ranks_that_differ(tmp_path):
     assert "ranks 0 and 1 both have local rank 0 of " in said
 
 
-def test_versions_that_differ():
-    ranks = [
-        {"host": host, "place": "local rank 0", "same": {"torchvision": version}}
-        for host, version in (("node1", "0.28"), ("node2", "0.1"))
-    ]
-    (fault,) = doctor.faults_of(ranks)
-    assert "torchvision is 0.28 on rank 0, 0.1 on rank 1: " in fault
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -318,13 +290,3 @@ def test_a_rank_that_never_comes(tmp_path):
     output = compute(by_hand(0, free_port(), "--timeout 5"), cwd=tmp_path, status=1)
     assert output.startswith("Timeout (0:00:05)!")
     assert re.search(r'group.py", line \d+ in __init__', output)
-
-
-def test_ctrl_c(tmp_path):
-    port = free_port()
-    job = ForkedJob(by_hand(0, port), tmp_path)
-    process = psutil.Process(job.process.pid)
-    wait_until(lambda: port in {known.laddr.port for known in process.net_connections()}, job)
-    process.send_signal(signal.SIGINT)
-    assert job.finish() == -signal.SIGINT
-    assert job.output() == ""

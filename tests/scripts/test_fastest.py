@@ -108,11 +108,6 @@ def test_nothing_is_faster(found):
     assert tried.count("python {}/single.py") == 5
 
 
-def test_the_default_has_a_process_for_each_core(monkeypatch):
-    search = fastest.Search(*arguments(f"{ROOT}/mnist/ddp_launch.py --device cpu", monkeypatch))
-    assert "--nproc-per-node=2" in search.command(search.default)
-
-
 @pytest.mark.parametrize(
     ("says", "gib"), [("echo 1024; echo 3072", 3), ("echo [N/A]", math.nan), ("exit 9", math.nan)]
 )

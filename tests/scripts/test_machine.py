@@ -3,10 +3,9 @@
 import math
 
 import pytest
-import torch
 
 from common.process.cgroups import cpu_quota
-from scripts.machine import memory_of_cgroup, versions
+from scripts.machine import memory_of_cgroup
 
 MIB = 2**20
 # What the kernel shows of no limit in version 1.
@@ -70,16 +69,3 @@ def test_no_limits(tmp_path):
     assert cpu_quota(tmp_path) == math.inf
     use, limit = memory_of_cgroup(tmp_path)
     assert use < limit / 1e9
-
-
-@pytest.mark.check
-def test_versions_on_gpus_of_amd(monkeypatch):
-    """torch sees them as CUDA devices, without a version of CUDA."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", "7.0.1")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 6))
-    found = versions()
-    assert found["ROCm"] == "7.0.1"
-    assert found["NCCL"] == "2.26.6"
-    assert all(isinstance(version, str) for version in found.values())

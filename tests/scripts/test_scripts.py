@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from common import checkpoint
-from common.errors import InputError
 from mnist import digits
-from scripts import export
 
 EXPORT = f"python {ROOT}/scripts/export.py"
 
@@ -73,13 +70,6 @@ def test_weights_of_an_average(tmp_path):
     for name, expected in (("ema", average.module), ("raw", model)):
         assert_same(load_file(tmp_path / f"{name}.safetensors"), expected.state_dict())
     assert "--part critic" in refused(f"{EXPORT} last.pt other --part critic", tmp_path)
-
-
-def test_export_without_safetensors(monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setattr("sys.argv", ["export.py", "a", "b"])
-    with pytest.raises(InputError, match="pip install safetensors"):
-        export.main()
 
 
 NVML = """
@@ -201,15 +191,3 @@ def test_horovod_from_another_file(tmp_path):
     shown = run(f"{ROOT}/scripts/install_horovod.sh", tmp_path, status=1, **variables)
     assert "other.tar.gz: FAILED" in shown
     assert shown.startswith("building Horovod: 0 min so far")
-
-
-def test_scripts_of_a_checkout_with_the_line_ends_of_windows(tmp_path):
-    """bash-git-prompt 345: WSL's bash refuses them."""
-    for name in (".gitattributes", "scripts/pin.sh"):
-        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "from" / name)
-    as_somebody = "git -c user.name=a -c user.email=a@b"
-    commit = f"git init -q && git add . && {as_somebody} commit -q -m begin"
-    run(f"cd from && {commit} && git clone -q -c core.autocrlf=true . ../to", tmp_path)
-    copy = (tmp_path / "to" / "scripts" / "pin.sh").read_bytes()
-    assert copy == (ROOT / "scripts" / "pin.sh").read_bytes()

@@ -111,30 +111,6 @@ def test_cells_of_a_notebook(tmp_path):
         assert f"\n{line}\n" in f"\n{said}"
 
 
-HOST = """
-import cProfile, multiprocessing, os, runpy, sys
-
-# As in a process that a launcher has started: plain_exits() looks for this code around it.
-multiprocessing.process._parent_process = None
-sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(sys.argv[0])
-profile = cProfile.Profile()
-profile.runcall(runpy.run_path, sys.argv[0], run_name="__main__")
-profile.dump_stats("profile")
-print("after")
-"""
-
-
-def test_code_after_a_rank(tmp_path):
-    """A profiler, or a script, that runs a recipe under torchrun: it goes on afterwards."""
-    (tmp_path / "host.py").write_text(HOST)
-    flags = "--synthetic 320 --model lenet --device cpu --dry-run"
-    torchrun = "torchrun --standalone --nproc-per-node=1"
-    said = compute(f"{torchrun} host.py {ROOT}/mnist/ddp_launch.py {flags}", tmp_path)
-    assert said.splitlines()[-1] == "after"
-    assert (tmp_path / "profile").stat().st_size
-
-
 def test_run_path_of_torchrun(tmp_path):
     """It waits for what a function around the script hands on, after the script."""
     flags = "--synthetic 320 --model lenet --device cpu --dry-run"

@@ -52,10 +52,3 @@ def test_a_cancelled_watchdog_does_not_end_the_process(monkeypatch):
     assert armed, "what follows the loop is watched, too"
     watchdog.cancel()
     assert not armed
-
-
-@pytest.mark.check
-def test_the_watchdog_gives_the_batches():
-    watchdog = Watchdog(1000)
-    assert list(watchdog.watch(range(3))) == [0, 1, 2]
-    watchdog.cancel()
