@@ -1,13 +1,13 @@
-"""Train on real data, and write down the accuracy that each recipe reaches.
+"""Train on real data, and record the accuracy that each recipe reaches.
 
     python benchmarks/accuracy.py --data-dir data
     python benchmarks/accuracy.py --data-dir data --only mnist-convnet
 
 The runs of one training differ in the recipe, the number of processes and the seed. With p
-processes the global batch and the rate are p times as large. Each run has a folder in --runs: one
-that is done is not repeated, and one that was interrupted continues (its time then lacks a part of
-an epoch); its curves are there, for TensorBoard. What --only leaves out stays in the page as it is.
-Together they take hours on two cores.
+processes the global batch and the rate are p times as large. Each run has a folder in --runs, with
+its curves for TensorBoard: a finished run is not repeated, and an interrupted one continues (its
+time then lacks a part of an epoch). Trainings that --only leaves out keep their figures. All
+trainings take hours on two cores.
 """
 
 import os
@@ -22,12 +22,12 @@ from scripts.commands import logged
 
 SPEED_UPS = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 EACH = [*SPEED_UPS, ("hvd.py", 2), ("ddp_amp.py, bf16", 2)]
-# name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process or 0:
-# the cores, shared out)
+# name: (folder, model, epochs, number of seeds, [(recipe, processes)], threads per process; 0: the
+# cores divided by the processes)
 TRAININGS = {
     "mnist-convnet": ("mnist", "convnet", 5, 3, EACH, 0),
     "cifar10-convnet": ("cifar10", "convnet", 10, 1, EACH, 0),
-    # As in the published table (docs/allreduce.md): a process has a GPU there, and a thread here.
+    # As in the published table (docs/allreduce.md), with a thread per process instead of a GPU.
     "mnist-32-epochs": ("mnist", "convnet", 32, 1, SPEED_UPS, 1),
     "cifar10-32-epochs": ("cifar10", "convnet", 32, 1, SPEED_UPS, 1),
 }
@@ -49,7 +49,7 @@ def epochs_of(log_dir: Path) -> list[dict]:
 
 
 def train(args, name: str) -> list[dict]:
-    """Train all runs of `name` that are not done; return what each has reached."""
+    """Train all runs of `name` that are not finished; return what each has reached."""
     folder, model, epochs, seeds, starts, threads = TRAININGS[name]
     found = []
     each = [(seed, *start) for seed in range(seeds) for start in starts]
@@ -98,8 +98,8 @@ def page(measured: list[dict]) -> str:
     columns = [f"{recipe} x {processes}" for recipe, processes in EACH]
     explained = (
         "The validation accuracy after the last epoch, for each recipe and number of processes: "
-        "the mean of three seeds, with the least and the most, or that of one seed. The minutes "
-        "are those of training, without validation and start-up."
+        "the mean of three seeds, with the lowest and the highest, or a single seed. The minutes "
+        "count only training, without validation and start-up."
     )
     table = runs.table(["training", *columns], rows)
     return runs.document("Accuracy on real data", explained, table, "\n".join(origins))
@@ -123,10 +123,10 @@ def main():
     for name in args.only:
         about = runs.about(TRAININGS[name][5] or f"{os.cpu_count()}/processes")
         found = train(args, name)
-        # Else no run is new, and they are of the commit that it names.
+        # If no run is new, keep the commit that the figures are from.
         if known.get(name, {}).get("runs") != found:
             known[name] = {"training": name} | about | {"runs": found}
-        # In their order.
+        # In the order of TRAININGS.
         measured = [known[each] for each in TRAININGS if each in known]
         runs.write(args.out, "accuracy", measured, page(measured))
     print(page(measured))

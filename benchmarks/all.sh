@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measure the tables of benchmarks/results on this machine, which should be idle otherwise: make benchmarks. With the
-# data sets in data/ it trains for accuracy (hours, but what is in runs/accuracy is not repeated). With peers/, filled as
-# benchmarks/peers.py --help says, it compares with what is there (two hours). The first argument is the folder for the
-# results.
+# Measure the tables of benchmarks/results on this machine, which should be otherwise idle: make benchmarks. With the
+# data sets in data/ it also trains for accuracy (hours; finished runs in runs/accuracy are not repeated). With peers/,
+# filled as benchmarks/peers.py --help says, it also compares with the scripts there (two hours). The first argument is
+# the folder for the results.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}

@@ -4,10 +4,10 @@
     horovodrun --gloo -np 2 python benchmarks/allreduce.py
     mpirun -np 2 --bind-to none python benchmarks/allreduce.py
 
-Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also
-srun --mpi=pmix) Horovod with NCCL, MPI or gloo, and prints a table. Without a launcher it starts
-itself under each one that this machine has, and writes allreduce.jsonl and allreduce.md to --out.
-NCCL needs a GPU per process; CUDA_VISIBLE_DEVICES= measures the CPUs in any case.
+Under torchrun it measures torch.distributed with NCCL or gloo, under the other launchers (also srun
+--mpi=pmix) Horovod with NCCL, MPI or gloo, and prints a table. Without a launcher it starts itself
+under each one that this machine has, and writes allreduce.jsonl and allreduce.md to --out. NCCL
+needs a GPU per process; with CUDA_VISIBLE_DEVICES= it always measures the CPUs.
 
 A repetition is 20 all-reduces in a row (on a CPU fewer of the large ones), timed on the slowest
 rank; the table has the median. The bus bandwidth is bytes / time * 2 (p-1)/p for p processes: what
@@ -113,7 +113,7 @@ def page(measured: list[dict]) -> str:
     for run in one["runs"]:
         names += [f"{run['backend']}, {run['processes']} processes: us", "GB/s"]
     rows = []
-    # Of every second size.
+    # One row for every second size.
     for points in list(zip(*(run["sizes"] for run in one["runs"]), strict=True))[::2]:
         row = [f"{points[0]['bytes']:,}"]
         for run, point in zip(one["runs"], points, strict=True):

@@ -5,11 +5,11 @@
     make gpu ARGS="--minutes 12"
     make gpu ARGS="--device cpu"    # to try it out: small models and few images
 
-Each measurement is a command with a time limit of its own. After each one its result is in
-gpu.jsonl and gpu.md in --out; a failure is a result, too. A second start measures what is not there
-yet. It needs no network, but MNIST and CIFAR-10 in --data-dir, and Apex and Horovod in the
-environment: it says first what is missing, and does the rest, the most important things first. It
-has been run with --device cpu only.
+Each measurement is a command with its own time limit. Its result is written to gpu.jsonl and gpu.md
+in --out at once; a failure is a result, too. A second run measures only what is not there yet. It
+needs no network, but MNIST and CIFAR-10 in --data-dir, and Apex and Horovod in the environment. It
+first says what is missing, and then measures the rest, the most important things first. It has been
+run only with --device cpu.
 """
 
 import gzip
@@ -79,7 +79,7 @@ def has_data(args, folder):
 
 
 def missing(args):
-    """What is not there, and what it is needed for."""
+    """What is missing, and where to get it, or what is used instead."""
     for folder in FILES:
         if not has_data(args, folder):
             yield f"{folder}'s files in {args.data_dir} (generated images are used instead)"
@@ -91,10 +91,10 @@ def missing(args):
 def measurements(args):
     """Yield (name, command, time limit in seconds), the most important ones first."""
     cpu = args.device == "cpu"
-    # Too slow on a CPU, or not for it.
+    # A CUDA graph needs a GPU.
     with_graph = ("",) if cpu else ("", " --cuda-graph")
     yield "versions", "python -m torch.utils.collect_env", 60
-    # Not all of tests/, as others need packages that no GPU needs.
+    # Not all of tests/: others need packages that have nothing to do with a GPU.
     yield "tests for one GPU", "python -m pytest -q -m gpu tests/recipes", 300
     for folder in FILES:
         data = f"--data-dir {args.data_dir}" if has_data(args, folder) else "--synthetic 640"
@@ -169,7 +169,7 @@ def run(args, name, line, limit):
     with tempfile.TemporaryDirectory() as folder:
         log_dir = Path(folder, "log")
         if is_recipe:
-            # A line of the log has the memory.
+            # Log often: only the lines within an epoch have the memory.
             line += f" --log-seconds 0.5 --log-dir {log_dir}"
             if args.device == "cpu":
                 line += " --device cpu"
@@ -193,7 +193,7 @@ def run(args, name, line, limit):
 
 
 def of_trace(path):
-    """{what: how much of it in a step} of a trace of ten steps."""
+    """{what: how much of it per step}, from a trace of ten steps."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     kernels = [event["dur"] for event in events if event.get("cat") == "kernel"]
     waits = [event for event in events if re.match(r"cuda\w+Synchronize", event.get("name", ""))]
@@ -205,12 +205,12 @@ def of_trace(path):
 
 
 def cell(result, peaks, flops):
-    """What a table says of a result."""
+    """A result as the text of a table's cell."""
     if result["status"]:
         return f"status {result['status']}: {result['says'][:200]}".replace("|", "/")
     parts = []
     if epochs := result.get("epochs"):
-        # Without the first epoch, where there are others, as it warms up.
+        # The fastest epoch, as the first one warms up.
         rate = max(epoch["perf/samples_per_sec"] for epoch in epochs)
         parts += [
             f"{rate:,.0f} images/s",
@@ -247,8 +247,8 @@ def page(measured):
         [run["name"], f"{run['seconds']:.0f} s", cell(run, peaks, flops)] for run in one["runs"]
     ]
     explained = (
-        "Each row is a command, with the time that it took; they are in gpu.jsonl. images/s: in "
-        "the fastest epoch."
+        "Each row is a command, listed in gpu.jsonl, with the time that it took. images/s: in the "
+        "fastest epoch."
     )
     table = runs.table(["what", "", "result"], rows)
     return runs.document("One GPU", explained, runs.origin(one), table)

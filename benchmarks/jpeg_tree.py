@@ -63,7 +63,7 @@ def main():
     parser.add_argument("--classes", type=int, default=4, help="(default: 4)")
     args = parser.parse_args()
     if not args.folder:
-        parser.error("DIR is empty: give a path, or set the variable that has it")
+        parser.error("DIR is empty: give a path, or set the variable that should hold it")
     mean = make(args.folder, args.images, args.classes)
     print(
         f"{args.images} images for training and {args.images // 5} for validation in "

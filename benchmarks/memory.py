@@ -5,9 +5,9 @@
 
 The unit is the state: the float32 weights of a stack of linear layers of 16.8 million parameters
 each, and the momentum of SGD. A rank that trains holds 1.5 of it: weights, gradients, momentum.
-Each case runs in processes of its own, and a second process looks at each every 5 ms. What counts
-is memory of the process itself ("RssAnon" in Linux): a file that is mapped does not, as all ranks
-share its pages and the kernel may drop them.
+Each case runs in processes of its own, and a second process samples each of them every 5 ms. Only
+the process's own memory counts ("RssAnon" in Linux), and not a mapped file, as all ranks share its
+pages and the kernel may drop them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from common.ranks import World
 from scripts import export
 
 WIDTH = 4096
-# Prints the most memory that another process has had so far, until that ends.
+# Prints the peak memory of another process so far, until that process ends.
 WATCH = """
 import sys, time
 largest = 0
@@ -54,12 +54,12 @@ except (OSError, StopIteration):
 def parse_args():
     parser = flags.Parser(__doc__)
     add = parser.add_argument
-    layers = "linear layers of 16.8 M parameters; more than fit are left out"
+    layers = "linear layers of 16.8 M parameters; sizes that do not fit here are skipped"
     add("--layers", type=flags.positive_int, nargs="+", default=[6], help=layers)
     add("--ranks", type=flags.positive_int, nargs="+", default=[2], help="processes")
     add("--only", choices=CASES, nargs="+", default=list(CASES), help="measure these")
     runs.add_out(parser)
-    # What the processes get that it starts.
+    # For the processes that this script starts.
     add("--case", choices=CASES, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -93,14 +93,14 @@ class Training:
 
     @contextlib.contextmanager
     def timed(self):
-        """Training stands still in this block."""
+        """Time this block, during which training stands still."""
         began = time.perf_counter()
         yield
         self.seconds = time.perf_counter() - began
 
 
 def on_rank_0(write):
-    """Let rank 0 write, and the others wait, as in a run."""
+    """Let rank 0 write while the others wait, as in a run."""
     if dist.get_rank() == 0:
         write()
     dist.barrier()
@@ -159,7 +159,7 @@ def torch_load(training):
         saved = torch.load(training.folder / "plain.pt", map_location="cpu")
         for name, part in training.state.items():
             part.load_state_dict(saved[name])
-    # As in a script whose main() has loaded it: it stays.
+    # `saved` stays in memory, as in a script whose main() has loaded it.
     training.step()
 
 
@@ -170,7 +170,7 @@ def dcp_save(training):
 
 
 def dcp_async_save(training):
-    """While it saves, the run trains."""
+    """The run trains during the save."""
     training.step()
     with training.timed():
         saving = dcp.async_save(training.parts(), checkpoint_id=training.folder / "async")
@@ -224,10 +224,10 @@ CASES = {
 
 
 def run_case(args):
-    """In one rank: print the most memory of this case in units of the state, and its seconds."""
+    """In one rank: print this case's peak memory, in units of the state, and its seconds."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    # What torch itself needs, which it takes at the first step.
+    # Torch takes the memory that it needs itself at the first step.
     Training(1, args.folder).step()
     before = own_memory()
     command = [sys.executable, "-S", "-c", WATCH, str(os.getpid())]
@@ -241,7 +241,7 @@ def run_case(args):
         seen.seek(0)
         largest = int(seen.read().split()[-1]) * 1024
     memory = (largest - before) / state_bytes(layers)
-    # In one write: else the lines of several ranks mix.
+    # In one write, so that the lines of several ranks do not mix.
     sys.stdout.write(f"case: {dist.get_rank()} {memory:.2f} {training.seconds:.1f}\n")
     dist.barrier()
     dist.destroy_process_group()
@@ -286,14 +286,14 @@ def measure_all(args):
 
 
 def page(measured):
-    """A table with the most processes that each model was measured with."""
+    """A table, with the largest number of processes that each model was measured with."""
     (one,) = measured
     most = {}
     for run in one["runs"]:
         most[run["layers"]] = max(run["processes"], most.get(run["layers"], 1))
     columns = ["case"]
     for layers, ranks in most.items():
-        size = f"{layers * WIDTH**2 / 1e6:.0f} M parameters, {ranks} ranks"
+        size = f"{layers * WIDTH**2 / 1e6:.0f} M parameters, {ranks} rank{'s' if ranks > 1 else ''}"
         columns += [f"{size}: rank 0", *(["another rank"] if ranks > 1 else []), "seconds"]
     rows = {}
     for run in one["runs"]:
@@ -303,8 +303,8 @@ def page(measured):
             row = rows.setdefault(run["case"], [run["case"]])
             row += [*cells, f"{seconds:.1f}" if seconds else ""]
     explained = (
-        "The most memory that is a rank's own, in units of the state: weights and momentum. "
-        "seconds: of the save or the load, on rank 0."
+        "The peak of each rank's private memory, in units of the state (weights and momentum). "
+        "seconds: the time of the save or the load on rank 0."
     )
     table = runs.table(columns, list(rows.values()))
     return runs.document("Memory of a save and a resume", explained, table, runs.origin(one))

@@ -33,7 +33,7 @@ MIB = 2**20
 BUCKETS = MIB, 25 * MIB
 # The share of backward in a step without communication: it takes twice as long as forward.
 BACKWARD = 2 / 3
-# Machines with fast links inside reduce there first, so a flat ring over more would be wrong.
+# No more: machines with fast links inside reduce there first, so a flat ring would be wrong.
 SIZES = [2, 8, 32]
 
 
@@ -54,8 +54,8 @@ def fsdp(p, groups, alpha, beta):
 
 
 def fit(measured):
-    """(alpha, beta) of `ring` for a run of allreduce.py: medians, as single sizes are far off on a
-    busy machine.
+    """(alpha, beta) of `ring` for a run of allreduce.py: medians, because single sizes are far off
+    on a busy machine.
 
     alpha is fitted to messages up to 64 KiB, beta to those from 16 MiB, each after subtracting the
     other's share.
@@ -102,8 +102,8 @@ def step(compute, size, all_reduce, overlap):
 
 
 def shard_groups(dataset, model):
-    """The bytes of each group of weights that fsdp.py gathers at once, and last of those that are
-    in no block.
+    """The bytes of each group of weights that fsdp.py gathers at once; the last group has those
+    that are in no block.
     """
     # Without memory for the weights.
     with torch.device("meta"):
@@ -171,20 +171,20 @@ def page(of_allreduce, of_scaling):
     columns = ["data set", "model", "processes", "predicted (ms)", "measured (ms)", "ratio"]
     return runs.document(
         "A model of the all-reduce, and what it predicts",
-        "`python benchmarks/model.py`, from the figures of [allreduce.md](allreduce.md) and "
+        "Made by `python benchmarks/model.py` from the figures of [allreduce.md](allreduce.md) and "
         "[scaling.md](scaling.md). alpha: the latency of a message. 1/beta: the bandwidth. See "
         "[docs/allreduce.md](../../docs/allreduce.md).",
         "## alpha and beta of this machine",
         runs.table(["backend", "processes", "alpha (us)", "1/beta (GB/s)"], fit_rows),
         "## A step of DDP here",
         f"Predicted: the step of one process, times processes per core ({cores} cores), plus a "
-        "ring all-reduce of DDP's buckets, none of it hidden behind backward, as all cores "
-        "compute.",
+        "ring all-reduce of DDP's buckets. None of it is hidden behind backward, because all cores "
+        "are computing.",
         runs.table(columns, here, left=2),
         "## Weak-scaling efficiency with a core per process",
         "The time of one process's step, divided by that of p processes with the same batch each. "
-        "The ring is flat, through all processes over alike links, as with a process per machine. "
-        "Machines with faster links inside reduce there first, and pay less latency.",
+        "The ring is flat: it runs through all processes over equal links, as with one process per "
+        "machine. Machines with faster links inside reduce there first, and pay less latency.",
         runs.table(["data set", "what is sent", *(f"{p} processes" for p in SIZES)], predicted, 2),
     )
 

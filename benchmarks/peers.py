@@ -1,4 +1,4 @@
-"""Compare recipes with what else people would take: the example scripts of PyTorch and of Horovod,
+"""Compare recipes with what people use otherwise: the example scripts of PyTorch and of Horovod,
 Lightning's Trainer, Hugging Face accelerate, and the training scripts of torchvision and of timm.
 
     git clone https://github.com/pytorch/examples peers/examples
@@ -17,11 +17,11 @@ Lightning and accelerate are ours, as no documentation has our model. The recipe
 model and the optimizer of the script, and the same batch, epochs, processes and threads. It keeps
 its schedule (a cosine to 0), so the accuracies can differ. The two take turns. A ratio is the
 recipe's figure divided by the script's, in each turn; a table has the median. Time and memory are
-those of the whole command, with its start and its evaluations; the memory is that of its largest
-process. images/s are those of training in the last epoch. Lines are those of code in the script
-that is started, which is what a user writes or changes: without blank lines, comments and
-docstrings, and without what it imports. Each pair is written when it is measured; the same command
-goes on with the next.
+those of the whole command, including start-up and evaluations; the memory is that of its largest
+process. images/s are those of training in the last epoch. Lines count the code of the started
+script, which is what a user writes or changes: without blank lines, comments, docstrings and
+imported files. Each pair is written when it is measured; the same command continues with the next
+one.
 """
 
 import ast
@@ -45,7 +45,7 @@ from scripts.commands import Command
 
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUTS = ("examples", "horovod", "vision", "pytorch-image-models")
-# A pair that an earlier run measured with all this the same is not measured again.
+# A pair is not measured again if an earlier run had the same values of these.
 SAME = ("hardware", "threads", "versions", "commit", "epochs", "repeats", "commits", "venv")
 PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "timm")
 # What is measured of a command, and its form in the table.
@@ -66,7 +66,7 @@ FLAGS = "--warmup-epochs 0 --log-dir log"
 
 @dataclasses.dataclass
 class Pair:
-    """A script of others, and our recipe that does the same.
+    """Someone else's script, and our recipe that does the same.
 
     `script` is a path in --peers, or one of this folder. `theirs` and `ours` are the commands;
     `compare` fills in what is in braces. `changes` are lines of the recipe, and what the script has
@@ -262,7 +262,7 @@ def accuracy(lines):
 def images_per_sec(lines, images):
     """The speed of the last epoch: a recipe prints it.
 
-    For a script of others, the time between its lines gives it.
+    For other scripts, the time between their lines gives it.
     """
     text = "\n".join(line for _, line in lines)
     if own := re.findall(r"([\d,]+) (?:samples|images)/s", text):
@@ -312,13 +312,13 @@ def compare(args, name, work):
             found = measure(line.format(**fill_in), folder, args.threads, variables, images)
             for figure in FIGURES:
                 run[who][figure].append(found[figure])
-        # The next turn would refuse to write over it.
+        # The next turn would refuse to overwrite it.
         shutil.rmtree(folder / "log")
     return run
 
 
 def versions_of_venv(peers):
-    """The versions of what peers/venv has."""
+    """The versions of the PACKAGES in peers/venv."""
     python = peers / "venv" / "bin" / "python"
     if not python.exists():
         return {}
@@ -345,17 +345,15 @@ def page(measured):
         rows.append([run["pair"], PEERS[run["pair"]].recipe, lines, *both, *ratios])
     columns = ["script", "our recipe", "lines", "seconds", "images/s", "GiB", "accuracy"]
     explained = (
-        "Of two figures the first is the script's, and the second our recipe's. A ratio is ours "
-        f"divided by theirs. Epochs: {one['epochs']}. Turns: {one['repeats']}. "
+        "In a cell with two figures the first is the script's, and the second our recipe's. A "
+        f"ratio is ours divided by theirs. Epochs: {one['epochs']}. Turns: {one['repeats']}. "
         f"`python benchmarks/peers.py --help` says what is measured. {runs.MARK}"
     )
     table = runs.table([*columns, "ratio of time", "of images/s", "of memory"], rows, left=2)
     commits = ", ".join(f"{name} {commit}" for name, commit in one["commits"].items())
     installed = ", ".join(f"{name} {version}" for name, version in one["venv"].items())
     others = f"Commits: {commits}. In their environment: {installed}."
-    return runs.document(
-        "Beside what else people would take", explained, table, runs.origin(one), others
-    )
+    return runs.document("Compared with other scripts", explained, table, runs.origin(one), others)
 
 
 def parse_args():
@@ -375,13 +373,13 @@ def parse_args():
 
 
 def chosen(args):
-    """The names of the pairs to measure. Says which of them are left out, and why."""
+    """The names of the pairs to measure. Prints which are left out, and why."""
     names = []
     for name, pair in PEERS.items():
         if not any(word.lower() in name.lower() for word in args.only):
             continue
         if lacking := missing(pair, args):
-            print(f"without {lacking}, this is left out: {name}", file=sys.stderr)
+            print(f"left out, as {lacking} is missing: {name}", file=sys.stderr)
         else:
             names.append(name)
     if not names:

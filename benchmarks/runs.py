@@ -2,9 +2,9 @@
 
     python benchmarks/runs.py
 
-This writes the pages of benchmarks/results anew from the figures. The figures of a benchmark are in
+This rewrites the pages of benchmarks/results from their figures. The figures of a benchmark are in
 NAME.jsonl: a line that says how, on what and when something was measured (it has "hardware"), and
-then a line for each run. A "note" in the first line is for the page.
+then a line for each run. The page prints the "note" in the first line.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from scripts.commands import Command
 
 # Tables mark figures with a larger spread: (largest - smallest) / median.
 WIDE = 0.1
-MARK = f"(!N%): the repetitions differ by N% of their median, more than {WIDE:.0%}."
+MARK = f"(!N%): the repetitions differ by N% of their median (shown if above {WIDE:.0%})."
 # Each module has a function `page` that takes what `read` returns.
 PAGES = ("accuracy", "allreduce", "memory", "model", "peers", "scaling")
 # What starts the processes of a strategy, and its name in tables.
@@ -81,7 +81,7 @@ def start_of(strategy: str, processes: int, folder: Path) -> str:
 
 
 def finish(command: Command) -> None:
-    """Wait for a command; raise RunError with what it said last if it fails."""
+    """Wait for a command; if it fails, raise RunError with its last line."""
     command.finish()
     if command.status:
         said = command.last_words()[:300]
@@ -96,15 +96,15 @@ def run(line: str, threads: int | None = None) -> Command:
 
 
 def about(threads) -> dict:
-    """How, on what and when a benchmark measures."""
+    """The command, hardware, versions, date and commit of a benchmark."""
     line = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
     return machine.about(line, threads)
 
 
 def read(path: Path) -> list[dict]:
-    """What a NAME.jsonl holds: for each first line a dict, with "runs"."""
+    """The contents of a NAME.jsonl: a dict for each line with "hardware", with its "runs"."""
     if not path.exists():
-        raise InputError(f"{path}: there is no such file; make benchmarks measures")
+        raise InputError(f"{path}: there is no such file; run make benchmarks")
     found = []
     for line in path.read_text().splitlines():
         entry = json.loads(line)
@@ -132,7 +132,7 @@ def document(title: str, explained: str, *parts: str) -> str:
 
 
 def origin(measured: dict) -> str:
-    """How, on what and when something was measured, with the note about it."""
+    """How, on what and when something was measured, in words, with its note."""
     return f"{machine.in_words(measured)} {measured.get('note', '')}".rstrip()
 
 
@@ -167,8 +167,8 @@ def add_device(parser: flags.Parser) -> None:
 def add_repeats(parser: flags.Parser, default: int) -> None:
     """The flags for repetitions and for the threads of each process."""
     add = parser.add_argument
-    add("--repeats", type=flags.positive_int, default=default, metavar="N", help="they alternate")
-    add("--threads", type=flags.positive_int, default=1, metavar="N", help="of each process")
+    add("--repeats", type=flags.positive_int, default=default, metavar="N", help="repetitions")
+    add("--threads", type=flags.positive_int, default=1, metavar="N", help="threads per process")
 
 
 @contextlib.contextmanager

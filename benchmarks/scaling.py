@@ -49,7 +49,7 @@ def settings(args) -> list[dict]:
 
 
 def images_per_sec(run: dict, threads: int, device: str) -> float:
-    """The images/s of a run, which is started once: the median over all epochs but the first."""
+    """Start a run once, and return its images/s: the median over all epochs but the first."""
     processes = run["processes"]
     alone = run["strategy"] == "independent"
     images = run["batch"] * run["steps"] * (1 if alone else processes)
@@ -113,7 +113,7 @@ def page(measured: list[dict]) -> str:
     explained = (
         "efficiency: images/s of p processes divided by p times those of one. of the limit: "
         "divided by those of p processes that do not communicate. "
-        f"Ratios are medians of those of each repetition. {runs.MARK}"
+        f"Ratios are medians over the repetitions. {runs.MARK}"
     )
     return runs.document("Scaling", explained, *parts, runs.origin(one))
 

@@ -6,7 +6,7 @@ from torchvision import datasets, transforms
 
 
 class CIFAR10(datasets.CIFAR10):
-    """torchvision's class without its checksums: our files may come from somewhere else."""
+    """torchvision's class without its checksums: our files may come from elsewhere."""
 
     train_list = [[name, None] for name, _ in datasets.CIFAR10.train_list]  # noqa: RUF012
     test_list = [[name, None] for name, _ in datasets.CIFAR10.test_list]  # noqa: RUF012

@@ -5,9 +5,9 @@ our recipes.
     python benchmarks/with_accelerate.py --dataset mnist
     torchrun --nproc-per-node=2 benchmarks/with_accelerate.py --cpu --dataset mnist
 
-It needs --cpu for several processes without GPUs, or each of them trains alone.
+Several processes without GPUs need --cpu; otherwise each of them trains alone.
 
-As the documentation of accelerate suggests: a loop of one's own, whose objects `prepare` wraps.
+As accelerate's documentation suggests: a hand-written loop, whose objects `prepare` wraps.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 #     sbatch --array=0-9 slurm/array.sh mnist/single.py --epochs 10
 #     RATES="0.01 0.03 0.1" sbatch --array=0-2 slurm/array.sh mnist/single.py
 #
-# After they have ended: python scripts/summarize_runs.py runs/array-JOBID
+# When they have ended: python scripts/summarize_runs.py runs/array-JOBID
 #
 # Submit from the folder of the repository, with the virtual environment active: the job inherits both.
 #SBATCH --job-name=array

@@ -17,5 +17,5 @@ variables=()
 for name in $(compgen -e | grep -E '^(PATH|HOME|USER|LANG|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|TMPDIR|SSH_AUTH_SOCK|OMP_NUM_THREADS|(CUDA|NCCL|HOROVOD|OMPI|GLOO)_.*)$'); do
     variables+=("$name=${!name}")
 done
-# --network-interfaces eth0: if it uses the wrong one. --gloo: without MPI
+# --network-interfaces eth0: if horovodrun uses the wrong interface. --gloo: without MPI
 exec env -i "${variables[@]}" horovodrun -np "$processes" -H "$hosts" python "${2:-$repository/cifar10/hvd.py}" "${@:3}"

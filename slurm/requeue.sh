@@ -13,12 +13,12 @@
 set -euo pipefail
 
 job=$SLURM_JOB_ID
-[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one has the array's ID
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # one task's job ID is the array's
 [[ ${SLURM_CPU_BIND:-} != *mask* ]] || unset "${!SLURM_CPU_BIND@}"  # from a job that called sbatch: srun would fail
 [ -z "${STAGE:-}" ] || set -- slurm/stage.sh "$@"  # copies archives to the nodes, then execs the command
 [ -z "${STAGE_ENV:-}" ] || set -- slurm/stage_env.sh "$@"  # does the same with the environment
 usage=
-if [ -n "${USAGE:-}" ]; then  # each node measures itself during the command: a folder for that
+if [ -n "${USAGE:-}" ]; then  # a folder: each node measures itself during the command
     srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 python scripts/usage.py "$USAGE" &
     usage=$!
 fi
@@ -32,7 +32,7 @@ warned=
 stop() {
     while kill -USR1 "$command" 2> /dev/null; do sleep 2; done &
 }
-trap 'trap "" USR1; warned=yes; stop' USR1  # ignore further ones
+trap 'trap "" USR1; warned=yes; stop' USR1  # ignore further signals
 # The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a
 # second one, as SLURM also sends TERM to mpirun itself.
 trap 'trap "" TERM; stop' TERM

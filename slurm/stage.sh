@@ -4,8 +4,8 @@
 #
 #     STAGE=1 sbatch slurm/ddp_2nodes.sh imagenet/ddp_launch.py --data-dir /shared/imagenet
 #
-# The local disk is SLURM_TMPDIR or TMPDIR. If your cluster does not empty it after the job, do so. A requeued job
-# copies only what is missing.
+# The local disk is SLURM_TMPDIR or TMPDIR. If your cluster does not empty it after the job, delete the copies yourself.
+# A requeued job copies only what is missing.
 set -euo pipefail
 trap "" USR1 USR2  # the warning before the time limit is for the ranks: requeue.sh repeats it until they have started
 
