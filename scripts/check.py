@@ -3,10 +3,10 @@
     python scripts/check.py torchrun --nproc-per-node=2 train.py --epochs 3
     python scripts/check.py horovodrun -np 2 python train.py --epochs 3
 
-The script is not edited. It runs once as it is, except that long passes over its data are cut
-short, and then a few steps at a time: with each rank's share of the data, with the data of all
-ranks on each, and on one process. The table says what is wrong, with the line of minimal/ that does
-it right; what to look at; and what could not be checked. Files that the script saves with
+The script is not edited. It first runs as it is, except that long passes over its data are cut
+short. Then it runs for a few steps at a time: with each rank's share of the data, with all ranks'
+data on each rank, and on one process. The table lists what is wrong, with the line of minimal/ that
+does it right; what to look at; and what could not be checked. Files that the script overwrites with
 torch.save are restored. docs/prove.md explains each row. Exits with status 1 if something is wrong.
 """
 
@@ -33,12 +33,12 @@ from common.errors import InputError
 from scripts.findings import Finding, Seen, differ, flat, look, not_seen, rows, trains, wrong
 
 HOOKS = ROOT / "scripts" / "hooks"
-# How far updates on shares may differ from updates on the samples of all ranks: correct scripts are
-# at 1e-6. Adam divides by gradients, and the smallest ones are mostly rounding errors.
+# How far updates on shares may differ from updates on the samples of all ranks: correct scripts
+# differ by 1e-6. Adam divides by gradients, and the smallest ones are mostly rounding errors.
 ROUNDING = 2e-3
 ROUNDING_OF_ADAM = 3e-2
 ROUNDING_IN_16_BITS = 0.1
-# The status of a run that took too long, as of the timeout command.
+# The status of a run that took too long, as the timeout command returns it.
 TOO_LONG = 124
 
 
@@ -98,7 +98,7 @@ class Runs:
 
 
 def start(command: list[str], more: dict, output, limit: float | None) -> int:
-    """Run a command in a new session; kill all that is left of it, and return its status."""
+    """Run a command in a new session; kill whatever is left of it, and return its status."""
     try:
         process = subprocess.Popen(
             command,
@@ -125,7 +125,7 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
 
 
 def on_one_process(command: list[str]) -> list[str] | None:
-    """The command for one process; None if it has no number of processes before the script."""
+    """The command for one process; None if no option before the script sets their number."""
     options = ("--nproc-per-node", "--nproc_per_node", "--nproc", "-np", "-n", "--np")
     changed = list(command)
     for number, word in enumerate(command):
@@ -149,7 +149,7 @@ def compare(runs: Runs, watched: Seen):
     share = runs("share", "share")
     if share.first is None:
         yield not_seen(
-            f"how shares are trained on: a run without dropout has failed: {runs.said('share')}"
+            f"training on shares of the data: a run without dropout failed: {runs.said('share')}"
         )
         return
     if share.several:
@@ -171,7 +171,7 @@ def compare_updates(runs: Runs, watched: Seen, share: Seen):
     runs.batches["whole"] = batches
     runs("whole", "whole")
     if runs.status or not (runs.folder / "whole" / "whole-0.pt").exists():
-        yield not_seen(f"{text}: that run has failed: {runs.said('whole')}")
+        yield not_seen(f"{text}: the run on all batches failed: {runs.said('whole')}")
         return
     folders = runs.folder / "share", runs.folder / "whole"
     start, first, last = distances(*folders, list(share.ranks))
@@ -184,7 +184,7 @@ def compare_updates(runs: Runs, watched: Seen, share: Seen):
         yield Finding("ok", f"steps on shares match steps on the batches of all ranks: {apart}")
         yield from compare_with_one(runs, share)
     elif any(step["gathers"] for step in share.of("step")[:3]):
-        yield look(f"the update depends on how samples are shared and gathered: {apart}")
+        yield look(f"the update depends on how samples are shared, and a step gathers: {apart}")
     else:
         why = "a loss divided by the count of its rank, or over pairs of its own batch?"
         yield wrong(
@@ -239,13 +239,15 @@ def compare_with_one(runs: Runs, share: Seen):
     command = on_one_process(runs.command)
     if command is None:
         yield not_seen(
-            "whether gradients are averaged or summed: the command has no number of processes"
+            "whether gradients are averaged or summed: the command sets no number of processes"
         )
         return
     runs.batches["one"] = runs.batches["whole"]
     one = runs("one", "one", command)
     if one.first is None or not (runs.folder / "one" / "one-0.pt").exists():
-        yield not_seen(f"averaged or summed: one process has failed: {runs.said('one')}")
+        yield not_seen(
+            f"whether gradients are averaged or summed: one process failed: {runs.said('one')}"
+        )
         return
     ratio, rest = ratio_of_gradients(runs.folder, len(share.ranks))
     ranks = len(share.ranks)
@@ -261,7 +263,7 @@ def compare_with_one(runs: Runs, share: Seen):
         text = f"the gradient is 1/{ranks} of that of one process with the same samples"
         yield look(f"{text}: a loss that is a sum, and is averaged over ranks?", "average")
     elif rest > ROUNDING_IN_16_BITS or (rest > ROUNDING and not one.of("step")[0]["short"]):
-        yield look(f"the first gradient is not that of one process: {rest:.0e} apart", "average")
+        yield look(f"the first gradient differs from that of one process by {rest:.0e}", "average")
 
 
 def ratio_of_gradients(folder: Path, ranks: int) -> tuple[float, float]:
@@ -319,7 +321,7 @@ def other_batches(share: Seen) -> dict:
             continue
         totals = {rank: len(flat(each)) for rank, each in shares.items()}
         rest = {rank: list(itertools.chain(*each["batches"])) for rank, each in shares.items()}
-        # If the script copes with unequal shares, change these, too.
+        # If the script copes with unequal shares, also move samples between them.
         if differ(totals.values()):
             first, last = min(rest), max(rest)
             moved = len(rest[first]) // 4
@@ -332,14 +334,14 @@ def other_batches(share: Seen) -> dict:
 
 
 def regroup(samples: list, count: int) -> list[list]:
-    """Regroup into as many batches, the last of which has the most samples."""
+    """Regroup into `count` batches, the last of which has the most samples."""
     first = max(1, len(samples) // (count + 2))
     batches = [samples[start : start + first] for start in range(0, first * (count - 1), first)]
     return [*batches, samples[first * (count - 1) :]]
 
 
 def changed_figure(ours: Seen, theirs: Seen) -> str | None:
-    """The first figure that differs, in words; None without one, or if their count varies."""
+    """The first figure that differs, in words; None if none does, or if their count varies."""
     for rank in ours.ranks:
         if rank not in theirs.ranks:
             return None
@@ -373,14 +375,14 @@ def check(runs: Runs, with_comparison: bool) -> list[Finding]:
     seen = runs("watch", "watch")
     status = runs.status
     if seen.first is None:
-        raise InputError(f"no step of an optimizer was seen: {runs.said('watch')}")
+        raise InputError(f"no optimizer step was seen: {runs.said('watch')}")
     found = []
     if status:
         found.append(wrong(f"the script ends with status {status}: {runs.said('watch')}"))
     found += rows(seen)
     if with_comparison and not any("different weights" in finding.text for finding in found):
         found += compare(runs, seen)
-    # Then the figure depends on the batches anyway: one finding is enough.
+    # If shares are not added up, figures depend on the batches anyway: one finding is enough.
     if any("nothing adds them up" in finding.text for finding in found):
         found = [finding for finding in found if "how its samples are put" not in finding.text]
     return found

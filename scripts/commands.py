@@ -84,7 +84,7 @@ class Command:
         self.reader.join(5)
 
     def lines(self) -> list[str]:
-        """The lines it printed, but for blank ones."""
+        """The lines it printed, except blank ones."""
         return [line for _, line in self.printed if line.strip()]
 
     def last_words(self) -> str:

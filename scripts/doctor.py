@@ -1,4 +1,4 @@
-"""Check, before a job, that its processes find each other, compute correct sums, and share data.
+"""Before a job, check that its processes find each other, compute correct sums, and share data.
 
     python scripts/doctor.py
     torchrun --nproc-per-node=2 scripts/doctor.py
@@ -8,10 +8,10 @@
     sbatch slurm/hvd_2nodes.sh scripts/doctor.py --data-dir data
 
 Start it in place of a recipe, with the flags of the data set's ddp_launch.py. The line that begins
-with "doctor" says "all is well", with status 0, or what is wrong and what to do, and status 1 (2
-for wrong input). It trains nothing and writes no results. With --data-dir it reads the data set as
-a recipe does, and downloads it if it is missing; without, it checks only who would read what.
-`--recipe ../mine/train.py` checks a script of your own: it needs parse_args() and
+with "doctor" says "all is well" (status 0), or what is wrong and what to do (status 1, or 2 for
+wrong input). The doctor trains nothing and writes no results. With --data-dir it reads the data set
+as a recipe does, and downloads it if it is missing; without, it checks only which rank would read
+which samples. `--recipe ../mine/train.py` checks your own script, which needs parse_args() and
 load_data(args, world), as the recipes have them. --dataset none checks no data.
 """
 
@@ -50,13 +50,13 @@ IMAGES = {"mnist": (60_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1
 # The bytes to reduce.
 SMALL = 4
 LARGE = 2**24
-# Times the median: a rank for which all others wait.
+# A rank that takes this many times the median is slow: all others wait for it.
 SLOW = 1.25
-# Of a memory limit: the model, its gradients and the optimizer's state come on top.
+# Warn above this share of a memory limit: model, gradients and optimizer state come on top.
 NEARLY_FULL = 0.9
-# Where processes meet, as launchers and manifests say it: a name, or a name and a port.
+# Variables in which launchers and manifests say where processes meet: a name, or name:port.
 MEETINGS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "MASTER_ADDR")
-# What to do if each process of such a launcher runs alone, by the variable with their number.
+# By the variable with its number of processes: a launcher, and what to do if each runs alone.
 CURES = {
     "OMPI_COMM_WORLD_SIZE": (
         "mpirun",
@@ -122,7 +122,7 @@ def data_of(own, args, recipe, group):
 
 
 def passes_of_a_step(args):
-    """The batches of a step: --accumulate, which not every recipe has."""
+    """How many batches a step takes: --accumulate, which not every recipe has."""
     return vars(args).get("accumulate", 1)
 
 
@@ -151,7 +151,7 @@ def faults_of_launch(group):
             )
         if started > joined:
             return [
-                f"{launcher} started {started} of these, and this one is rank {group.rank} of "
+                f"{launcher} started {started} processes, but this one is rank {group.rank} of "
                 f"{group.world_size}, so they are not connected: {cure}"
             ]
     return []
@@ -171,7 +171,7 @@ def check_meetings():
 
 def describe(group, own, args):
     """A description of this process, for the others."""
-    # The recipe does not see the flags that are the doctor's, too.
+    # The doctor takes these flags itself, so the recipe does not see them.
     same = vars(args) | {"device": own.device, "timeout": own.timeout}
     gpu = torch.cuda.get_device_properties(group.device) if group.device.type == "cuda" else None
     return {
@@ -277,15 +277,15 @@ def warnings_of(ranks):
             )
         if not here[0]["resolves"]:
             yield (
-                f"{host} does not know its own name, so launchers wait or fail: "
+                f"{host} cannot resolve its own name, so launchers wait or fail: "
                 f"add the line '127.0.0.1 {host}' to /etc/hosts, or its address in the network"
             )
         use, limit = here[0]["memory"]
-        # What is in /dev/shm counts.
+        # What is in /dev/shm counts, too.
         use += sum(rank["bytes_of_batches"] for rank in here)
         if use > NEARLY_FULL * limit:
             yield (
-                f"{host} needs {math.ceil(use / 2**20)} MiB before there is a model, and its "
+                f"{host} needs {math.ceil(use / 2**20)} MiB even without a model, and its "
                 f"memory limit is {int(limit) >> 20} MiB, at which the kernel kills a process: "
                 "raise the limit, or use fewer --workers"
             )
@@ -296,8 +296,8 @@ def warnings_of(ranks):
             if times > SLOW:
                 yield (
                     f"rank {number} on {rank['host']} takes {times:.2f} times the median for "
-                    f"{name}, and all others wait for it: look for other programs, limits of power "
-                    "or of the cgroup"
+                    f"{name}, and all others wait for it: look for other programs, or for "
+                    "power or CPU limits"
                 )
 
 
@@ -323,7 +323,7 @@ def shared_memory_left():
 
 
 def bytes_of_batches(loader):
-    """The bytes of the batches that the workers of a loader have ready, judged by one sample."""
+    """The bytes of the batches that a loader's workers keep ready, estimated from one sample."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
     if not has_workers or isinstance(loader.dataset, IterableDataset):
         return 0
@@ -334,7 +334,7 @@ def bytes_of_batches(loader):
 
 
 def length_of(dataset):
-    """Its length, or -1 of a stream."""
+    """The length of a data set; -1 for a stream."""
     return len(dataset) if hasattr(dataset, "__len__") else -1
 
 
@@ -353,9 +353,9 @@ def faults_of_data(group, args, train, val):
     if len(found) > 1:
         each = ", ".join(f"{a} and {b} samples on rank {rank}" for (a, b), rank in found.items())
         fault = f"the data set is not the same on all ranks ({each})"
-        return [f"{fault}: bring the same files to all hosts"], None
+        return [f"{fault}: copy the same files to all hosts"], None
     if -1 in lengths:
-        return [], "a stream, of which nothing is checked"
+        return [], "a stream, which is not checked"
     sampler = train.sampler
     counts = counts_of(group, train)
     never = int((counts == 0).sum())
@@ -364,12 +364,12 @@ def faults_of_data(group, args, train, val):
     faults = []
     if twice or never >= sampler.global_batch:
         faults.append(
-            "the shards of training are wrong, "
+            "the training shards are wrong, "
             f"an epoch reads {twice} samples more than once and {never} never"
         )
     if not_once:
         faults.append(
-            f"the shards of validation are wrong, {not_once} samples are not read exactly once"
+            f"the validation shards are wrong, {not_once} samples are not read exactly once"
         )
     left_out = f" ({never:,} fill no global batch)" if never else ""
     shares = (
@@ -411,7 +411,7 @@ def main():
     devices.tune(group.device)
     stop_if(faults_of_launch(group))
     for size in (SMALL, LARGE):
-        # Decided alone: no collective can be trusted.
+        # Each rank decides alone: no collective can be trusted now.
         if not sum_is_right(group, size):
             raise RunError(
                 f"the all-reduce of {size} bytes over {group.backend} gives a wrong sum: try "
@@ -441,7 +441,7 @@ def main():
     if recipe:
         # A download can take longer than a step.
         faulthandler.cancel_dump_traceback_later()
-        # A script of your own may have more.
+        # Your own script may return more data sets.
         train, val, *_ = data_of(own, args, recipe, group)
         watch()
         loader = train.loader
@@ -463,7 +463,7 @@ def main():
     warnings = list(warnings_of(ranks))
     for warning in warnings:
         say(f"warning: {warning}")
-    but = " but for the warnings" if warnings else ""
+    but = " apart from the warnings" if warnings else ""
     hosts = len({rank["host"] for rank in ranks})
     where = f"{hosts} host{'s' if hosts > 1 else ''}, device {devices.describe(group.device)}"
     say(f"doctor: all is well{but}: world size {group.world_size} on {where}")

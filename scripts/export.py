@@ -1,12 +1,12 @@
 """Export the weights of a checkpoint as safetensors, which can be read without this code.
 
-Its metadata has the class names and the like, as JSON.
+The file's metadata has the class names and the like, as JSON.
 
     python scripts/export.py runs/mine/best.pt weights.safetensors
 
 If the checkpoint has an average of the weights (an EMA in torch's AveragedModel), it exports that,
-and says so. --part picks another part, such as an average of another class, or a discriminator.
---init-from can read the file.
+and says so. --part picks another part, such as a discriminator, or an average that is not an
+AveragedModel. --init-from can read the file.
 """
 
 import json
@@ -41,7 +41,7 @@ def main():
     if args.weights.exists():
         raise InputError(f"{args.weights} already exists")
     if not is_state_dict(saved.get("model")):
-        raise InputError(f"{args.checkpoint} has no model, a dict of tensors by name")
+        raise InputError(f"{args.checkpoint} has no model (a dict of tensors by name)")
     part, weights = weights_in(saved)
     if args.part not in (None, part):
         part = args.part

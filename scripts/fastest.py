@@ -3,12 +3,12 @@
     python scripts/fastest.py mnist/single.py
     python scripts/fastest.py imagenet/ddp_amp.py --synthetic 100000 --model resnet18 -b 32
 
-What follows the recipe are its own flags. Each trial starts a recipe of that folder as you would,
-lets it train for some seconds, and ends it. It tries precisions with memory formats, then, with
-the fastest of them, --compile, processes and threads, and loaders. All of them train the same: the
-global batch and the rate stay those of the first. At the end that one and the two fastest take
-turns, and the ratio of the medians is what you may expect of a long run. The machine should have
-nothing else to do.
+Flags after the recipe are the recipe's own. Each trial starts a recipe of that folder as you would,
+lets it train for a few seconds, and ends it. It tries precisions with memory formats, then, with
+the fastest of them, --compile, processes and threads, and loaders. All trials train the same: the
+global batch and the rate stay those of the default. At the end the default and the two fastest take
+turns, and the ratio of the medians is what you can expect of a long run. The machine should be
+otherwise idle.
 """
 
 import itertools
@@ -33,11 +33,11 @@ from scripts.commands import Command, logged
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
 # No trial takes longer than this many seconds.
 PATIENCE = 120
-# The trials before the last turns: roughly, as it depends on what they find.
+# Roughly the number of trials before the final turns: it depends on what they find.
 TRIALS = 12
 # A flag is called slower below this ratio; nearer to 1 it may be noise.
 SLOWER = 0.95
-# Below this ratio a trial ends with its first line.
+# Below this ratio a trial ends at its first line.
 HOPELESS = 0.25
 
 
@@ -92,7 +92,7 @@ class Setting:
         return shlex.join(words)
 
     def difference(self, other: "Setting") -> str:
-        """What of this setting is not in `other`, in words."""
+        """How this setting differs from `other`, in words."""
         words = []
         if self.precision != other.precision:
             words.append(self.precision)
@@ -116,7 +116,7 @@ class Setting:
 
 @dataclass
 class Trial:
-    """What a setting gave: samples/s, GiB or NaN, seconds from the command to the first line."""
+    """The result of a setting: samples/s, GiB or NaN, seconds from command to first line."""
 
     speed: float
     memory: float
@@ -125,9 +125,9 @@ class Trial:
 
 
 def trained(events: list[dict]) -> tuple[float, float]:
-    """(samples, seconds) between the lines of training, without what came before the first.
+    """(samples, seconds) between the training lines of the log, from the first one on.
 
-    A line has the average speed since its epoch began, and thereby the time since then.
+    A line has the average speed since its epoch began, which gives the time since then.
     """
     samples = 0
     seconds = 0.0
@@ -144,12 +144,12 @@ def time_of(event: dict) -> float:
 
 
 def gpu_memory() -> float:
-    """The GiB in use on the fullest GPU of this machine; NaN if nvidia-smi does not say it."""
+    """The GiB in use on the fullest GPU of this machine; NaN if nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return max(map(float, done.stdout.split())) / 1024
-    # AMD's driver has no nvidia-smi. Some GPUs have their memory from the CPU, and say [N/A].
+    # AMD's driver has no nvidia-smi. Some GPUs share the CPU's memory, and report [N/A].
     except (OSError, subprocess.CalledProcessError, ValueError):
         return math.nan
 
@@ -157,10 +157,11 @@ def gpu_memory() -> float:
 def run(
     line: str, seconds: float, interval: int | None, on_gpu: bool, hopeless: float = 0
 ) -> Trial:
-    """Train with a command for `seconds`, and log every `interval` steps, or when the recipe does.
+    """Train with a command for `seconds`, and log every `interval` steps (None: as the recipe
+    does).
 
     If it makes less than `hopeless` samples/s, its first line is enough. Raises InputError or
-    RunError with what the command said last.
+    RunError with the last line that the command printed.
     """
     line += " --log-seconds 0.3 --max-steps 1000000000"
     if interval:
@@ -182,7 +183,7 @@ def run(
 
 
 def speed_of(steps: list[dict]) -> float:
-    """samples/s of the lines of training; of a single one, with its warm-up."""
+    """samples/s between the training lines; a single line includes the warm-up."""
     samples, seconds = trained(steps)
     return samples / seconds if samples else steps[-1]["perf/samples_per_sec"]
 
@@ -225,7 +226,7 @@ class Search:
         return setting.command(self.folder, given)
 
     def probe(self) -> dict:
-        """Run the default for a moment: how long a step takes, and its flags."""
+        """Run the default briefly, to see how long a step takes; return its flags."""
         trial = run(self.command(self.default), 0.1, self.interval, self.on_gpu)
         config = trial.config
         batch = config["global_batch"]
@@ -276,7 +277,7 @@ class Search:
         return setting in self.trials and self.speed(setting) > HOPELESS * self.speed(self.best())
 
     def finals(self, turns: int) -> dict[Setting, float]:
-        """The medians of turns of the default and of the two fastest."""
+        """The median speeds of the default and of the two fastest, which take turns."""
         fastest = sorted(self.trials, key=self.speed, reverse=True)
         # The default may be one of them.
         speeds = {setting: [] for setting in (self.default, *fastest[:2])}
@@ -313,7 +314,7 @@ def count_devices(device: str) -> int:
 
 
 def placements(base: Setting, device: str) -> list[Setting]:
-    """One process, and one for each device; on a CPU also one on half of its threads."""
+    """One process, and one per device; on a CPU also one process with half the threads."""
     number = count_devices(device)
     one = replace(base, processes=1, threads=None)
     found = [one, replace(base, processes=number, threads=None)]
@@ -328,19 +329,19 @@ def kinds(args, default: Setting) -> list[Setting]:
     precisions = ["fp32"]
     if (args.recipe.parent / "ddp_amp.py").exists():
         precisions.append("bf16")
-        # A CPU trained at 1/60 of its speed in fp32, though it has AVX512-FP16 (mnist/ddp_amp.py;
-        # 2 cores of an Intel Xeon with AMX; torch 2.14.1; 2026-11-26).
+        # A CPU trained at 1/60 of its speed in fp32, even with AVX512-FP16 (mnist/ddp_amp.py; 2
+        # cores of an Intel Xeon with AMX; torch 2.14.1; 2026-11-26).
         if on_gpu(args.device):
             precisions.append("fp16")
     found = [replace(default, precision=precision) for precision in precisions]
-    # The variable is NVIDIA's.
+    # TF32 is NVIDIA's.
     if on_gpu(args.device) and torch.version.hip is None:
         found.append(replace(default, precision="fp32", tf32=False))
     return found
 
 
 def loading(base: Setting, config: dict, device: str) -> list[Setting]:
-    """Other numbers of loader workers, and on a GPU the other loader, where files are read."""
+    """If files are read: other numbers of loader workers, and on a GPU the other loader."""
     if "workers" not in config or config["synthetic"]:
         return []
     workers = config["workers"]
@@ -360,7 +361,7 @@ def find(args, given) -> None:
     seconds = time.perf_counter() - began + args.seconds
     trials = TRIALS + 3 * args.turns
     minutes = math.ceil(trials * seconds / 60)
-    print(f"some {trials} trials of {seconds:.0f} s or more each: at least {minutes} minutes")
+    print(f"about {trials} trials of {seconds:.0f} s or more each: at least {minutes} minutes")
     print(f"the default: {search.command(default)}\n")
     print("| setting | samples/s | of the default | GiB | s to the first line |")
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
@@ -398,7 +399,7 @@ def parse_args():
     add = parser.add_argument
     add("--seconds", type=flags.positive_float, default=2, help="of training in each trial")
     add("--turns", type=flags.positive_int, default=3, help="of the default and the two fastest")
-    # Those of the recipes that it tries.
+    # The flags of the recipes that the trials vary.
     add("--amp-dtype", choices=("bf16", "fp16"), default="bf16", help="the recipe's own")
     add("--channels-last", action="store_true", help="the recipe's own")
     add("--compile", action="store_true", help="the recipe's own")
@@ -417,7 +418,7 @@ def parse_args():
 
 
 def end(*_):
-    # An exception, so that the recipe is ended, too, and its folder removed.
+    # An exception, so that the recipe ends, too, and its folder is removed.
     sys.exit(128 + signal.SIGTERM)
 
 

@@ -101,7 +101,7 @@ class Seen:
         return zip(*self.of_all(kind), strict=False)
 
     def passes(self) -> dict:
-        """{(loader, number): {rank: pass}} in their order"""
+        """{(loader, number): {rank: pass}} in the order of the passes."""
         found = {}
         for rank in self.ranks:
             for event in self.of("pass", rank):
@@ -113,7 +113,7 @@ def differ(values) -> bool:
     return len({str(value) for value in values}) > 1
 
 
-# Rows: each function yields its findings; ROWS has the text of the row if there are none.
+# Rows: each function yields its findings; ROWS has the text of a row without findings.
 
 
 def weights(seen: Seen):
@@ -128,16 +128,16 @@ def weights(seen: Seen):
         yield from gradients_of(number, steps)
     for event in seen.of("lost"):
         if event["nested"]:
-            text = "are used in a model, but are in no optimizer (a list instead of ModuleList?)"
+            text = "used in a model, but in no optimizer (a list instead of ModuleList?)"
             yield wrong(f"{text}: {names(event['names'])}", "optimizer")
         else:
-            yield look(f"take part in training, but are in no optimizer: {names(event['names'])}")
+            yield look(f"used in training, but in no optimizer: {names(event['names'])}")
     rates = [[step["rates"] for step in line] for line in steps_in_common(seen)]
     if any(map(differ, rates)):
         yield wrong("the ranks train with different rates", "rate")
     shards = [events[0]["crc"] for events in seen.of_all("shard") if events]
     if differ(shards):
-        yield wrong("each rank shards a model with different weights: use the same seed", "seed")
+        yield wrong("the ranks shard models with different weights: use the same seed", "seed")
 
 
 def steps_in_common(seen: Seen) -> list[tuple]:
@@ -167,7 +167,7 @@ def different_weights(seen: Seen):
         elif unlike:
             why, right = f"the gradients of {names(unlike)} were not averaged", "wrapper"
         else:
-            why, right = "the gradients are the same: different rates, decays or states", "rate"
+            why, right = "the gradients are the same: do rates, decays or states differ?", "rate"
         when = f"{'before' if begin else 'after'} step {number}"
         text = f"the ranks hold different weights {when}: {names(begin or end)}"
         again = [
@@ -176,7 +176,7 @@ def different_weights(seen: Seen):
             if not different_names([step["before"] for step in later])
         ]
         if again:
-            yield look(f"{text}, and the same before step {again[0]}: averaged on purpose?")
+            yield look(f"{text}, but the same before step {again[0]}: averaged on purpose?")
         else:
             yield wrong(f"{text} ({why})", right)
 
@@ -203,7 +203,7 @@ def gradients_of(number: int, steps_of_ranks: list[list[dict]]):
     elif dead:
         yield look(f"no gradient in any of {len(steps)} steps: {names(dead)}")
     if any(step["stale"] for step in steps):
-        yield wrong("a gradient still contains earlier steps: zero_grad()", "backward")
+        yield wrong("a gradient still contains earlier steps: call zero_grad()", "backward")
     moved = any(step["before"] != step["after"] for step in steps)
     if not moved and len(dead) < len(every):
         rates = {rate for step in steps for rate in step["rates"]}
@@ -218,9 +218,9 @@ def clipping(seen: Seen):
     ):
         yield wrong("each rank clips by its own norm: clip after averaging")
     if any(step["scaled"] for step in seen.of("step")):
-        yield wrong("steps with scaled gradients: scaler.step(optimizer) unscales them")
+        yield wrong("steps with scaled gradients: call scaler.step(optimizer), which unscales them")
     elif any(clip["scaled"] for clip in seen.of("clip")):
-        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) before")
+        yield wrong("clips scaled gradients: call scaler.unscale_(optimizer) first")
 
 
 def training_data(seen: Seen):
@@ -287,7 +287,7 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
     if differ(share["content"] for share in shares.values()):
         if is_partition:
             text = f"the ranks share the indices of loader {loader + 1}, but not its samples"
-            return wrong(f"{text}: shuffled or split with another seed?", "sampler")
+            return wrong(f"{text}: shuffled or split with different seeds?", "sampler")
         # Each rank may have its own files.
         return None
     if done and all(len(share) >= length for share in each):
@@ -304,7 +304,7 @@ def shares_of_pass(loader: int, shares: dict) -> Finding | None:
 
 
 def passes_in_a_row(passes: dict):
-    """Yield pairs of passes: of the same loader, or over the same data with a new one."""
+    """Yield pairs of passes in a row: over one loader, or over the same data with a new one."""
     by_loader = collections.defaultdict(list)
     for place, shares in passes.items():
         by_loader[place[0]].append((place, shares))
@@ -327,7 +327,7 @@ def orders(share: dict, following: dict) -> Finding | None:
     passes = f"loader {share['place'][0] + 1}: two passes have the same order"
     numbers = [int(index) for index in first if str(index).isdigit()]
     if share["inputs"]:
-        return look(f"{passes}: does the stream know the epoch, also in its workers?", "set_epoch")
+        return look(f"{passes}: does the stream know the epoch, even in its workers?", "set_epoch")
     if share["shuffles"]:
         return wrong(f"{passes} (set_epoch?)", "set_epoch")
     is_sorted = numbers == sorted(numbers)
@@ -358,7 +358,7 @@ def evaluation_data(seen: Seen):
         if place[0] not in loaders and any(share["evaluates"] for share in shares.values())
     }
     if not passes:
-        yield not_seen("an evaluation: no DataLoader of its own within no_grad()")
+        yield not_seen("an evaluation: no separate DataLoader within no_grad()")
     told = set()
     for place, shares in passes.items():
         loader = place[0]
@@ -396,9 +396,9 @@ def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
     left_out = length - different - len(beside)
     if left_out > 0:
         left = f"{left_out} of {length} samples"
-        yield wrong(f"the evaluation of loader {loader + 1} leaves out {left}", "share")
+        yield wrong(f"the evaluation on loader {loader + 1} leaves out {left}", "share")
     if different < samples:
-        text = f"the evaluation of loader {loader + 1} reads {samples - different} samples twice"
+        text = f"the evaluation on loader {loader + 1} reads {samples - different} samples twice"
         if any(event["gathers"] for event in seen.of("end")):
             yield look(f"{text}: are they cut off once they are gathered?", "share")
         else:
@@ -406,12 +406,12 @@ def counted_samples(seen: Seen, loader: int, shares: dict, beside: set[int]):
 
 
 def cut_shares(loader: int, shares: dict):
-    """Each rank has its own data set, a part of a common one."""
+    """Check the shares if each rank has its own data set, a part of a common one."""
     read = set(itertools.chain(*(share["samples"] for share in shares.values())))
     left = next(iter(shares.values()))["of"] - len(read)
     if 0 < left < len(shares):
         yield wrong(
-            f"the shares of loader {loader + 1}, which evaluates, leave out {left} samples", "share"
+            f"the shares of loader {loader + 1}, for evaluation, leave out {left} samples", "share"
         )
 
 
@@ -439,7 +439,7 @@ def modes(seen: Seen):
         in_training = any(place[0] in loaders for place in event["passes"])
         if event["training"] and event["root"] and not in_training:
             what = "BatchNorm" if event["norm"] else "dropout"
-            yield wrong(f"evaluates with {what} in training mode: model.eval()", "eval")
+            yield wrong(f"evaluates with {what} in training mode: call model.eval()", "eval")
             break
     trained = [
         event
@@ -450,7 +450,7 @@ def modes(seen: Seen):
     off = [event for event in trained if not (event["training"] or event["root"])]
     if any(event["step"] > began.get(event["model"], math.inf) for event in off):
         yield wrong(
-            "continues to train in evaluation mode after an evaluation: model.train()", "train"
+            "continues to train in evaluation mode after an evaluation: call model.train()", "train"
         )
     yield from statistics(seen)
     yield from evaluated_weights(seen)
@@ -481,7 +481,7 @@ def evaluated_weights(seen: Seen):
     for save in [] if sharded else seen.of("save"):
         evaluated = [event["crc"] for event in events if event["step"] == save["step"]]
         if save["crc"] and evaluated and not set(save["crc"]) & set(itertools.chain(*evaluated)):
-            yield look("weights are evaluated that are in no saved file", "save")
+            yield look("the evaluated weights are in no saved file", "save")
             return
 
 
@@ -544,7 +544,7 @@ def files(seen: Seen):
     if any(event["prefix"] for event in saves):
         yield look("saves names with the wrapper's prefix, module.", "save")
     if saves and not any(event["resumes"] for event in saves):
-        yield look("no saved file has the state of an optimizer: training cannot resume from it")
+        yield look("no saved file has an optimizer's state: training cannot resume")
     for event in seen.of("nothing loaded")[:1]:
         counts = f"{event['missing']} of {event['of']} tensors"
         yield wrong(f"load_state_dict(strict=False) left {counts} as they were: different names?")
@@ -555,7 +555,7 @@ def waits(seen: Seen):
     last = seen.of("step")[-1]
     often = [place for place, count in last["waits"].items() if 2 * count > last["step"]]
     if often:
-        yield look(f"waits for the GPU in each step: {names(often)} asks for a tensor's value")
+        yield look(f"waits for the GPU in each step: {names(often)} reads a tensor's value")
 
 
 def privates(seen: Seen):
@@ -567,10 +567,10 @@ def privates(seen: Seen):
 
 
 ROWS = {
-    weights: "the ranks hold the same weights, and each gets a gradient and is in an optimizer",
+    weights: "all ranks hold the same weights; each weight gets a gradient and is in an optimizer",
     clipping: "",
     training_data: "each pass has a new order, and each sample goes to one rank",
-    evaluation_data: "an evaluation reads each sample once, and its figures are of all ranks",
+    evaluation_data: "an evaluation reads each sample once, and its figures cover all ranks",
     modes: "trains in training mode, evaluates in evaluation mode",
     random_numbers: "ranks, passes and workers draw different random numbers",
     files: "no file is written by two ranks",

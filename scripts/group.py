@@ -1,6 +1,6 @@
-"""The processes that a launcher has started: joined, and their all-reduce checked and timed.
+"""Join the processes that a launcher has started, and check and time their all-reduce.
 
-The doctor and benchmarks/allreduce.py use it, under any launcher.
+The doctor and benchmarks/allreduce.py use this, under any launcher.
 """
 
 import json
@@ -14,7 +14,7 @@ from common.process import launch
 
 
 class Group:
-    """The processes that this one belongs to, whatever started them: here one alone."""
+    """The processes that this one belongs to; this base class is one process alone."""
 
     backend = "none"
     rank = local_rank = 0
@@ -43,7 +43,7 @@ class Group:
         return rows.cpu()
 
     def gather_values(self, own):
-        """The value `own` of each rank, which goes through JSON."""
+        """The value `own` of each rank, sent as JSON."""
         text = json.dumps(own).encode()
         longest = int(self.gather(torch.tensor(len(text))).max())
         rows = self.gather(torch.tensor(list(text.ljust(longest)), dtype=torch.int32))
@@ -109,14 +109,14 @@ class HorovodGroup(Group):
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process, by its rank: join() then needs its variables."""
+    """Whether a launcher has set this process's rank; join() then needs its other variables."""
     return any(name in os.environ for name in launch.RANKS)
 
 
 def join(pick_device) -> Group:
     """Join the group that a launcher has started; without a launcher it is a group of one.
 
-    `pick_device` gives the device of a process, from its local rank and the processes here.
+    `pick_device` gives the device of a process, from its local rank and local world size.
     """
     if "RANK" in os.environ:
         return TorchGroup(pick_device)
@@ -155,5 +155,5 @@ def synchronize(device):
 
 
 def bus_bandwidth(size, seconds, world_size):
-    """Bytes per second, see above."""
+    """The bus bandwidth in bytes per second, as benchmarks/allreduce.py defines it."""
     return size / seconds * 2 * (world_size - 1) / world_size

@@ -39,7 +39,7 @@ def versions():
 def commit(folder=Path(__file__).parent):
     """The commit of the repository that holds `folder`.
 
-    -dirty if files other than results differ from it.
+    It ends with -dirty if files other than results differ from it.
     """
 
     def git(*words):
@@ -86,8 +86,8 @@ def cpu():
 def memory_of_cgroup(root=Path("/")):
     """(bytes in use, limit) of the cgroup that is nearest to its limit, or (0, infinity).
 
-    The kernel gives up the file cache before it kills a process, so the cache is not in use.
-    Whoever reads a file first is charged with it.
+    The kernel drops the file cache before it kills a process, so the cache does not count as in
+    use. The cgroup that first reads a file is charged for it.
     """
     found = [(0, math.inf)]
     for folder in cgroup_folders(root):

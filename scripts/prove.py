@@ -4,11 +4,11 @@
     python scripts/prove.py horovodrun -np 2 python train.py --synthetic
 
 For scripts made from a recipe or an example. It runs the script for a few steps at a time, in short
-epochs with an evaluation each: twice undisturbed; with SIGKILL to all ranks, and with SIGTERM to
-one, each resumed; and with the same global batch on all processes and on one, which then evaluate
-the same weights. After each step it compares the ranks. The table says what is the same, bit by bit
-or to rounding, and what is not, with the step, the tensor and the rank where the difference starts.
-docs/prove.md says what that usually means. Exits with status 1 if something is wrong.
+epochs that end with an evaluation: twice undisturbed; killed by SIGKILL to all ranks, and resumed;
+stopped by SIGTERM to one rank, and resumed; and with the same global batch on all processes and on
+one, which then evaluate the same weights. After each step it compares the ranks. The table says
+what is the same, bit for bit or up to rounding, and where a difference starts: the step, the tensor
+and the rank. docs/prove.md says what it usually means. Exits with status 1 if something is wrong.
 """
 
 import argparse
@@ -47,8 +47,8 @@ ROUNDING_IN_16_BITS = 0.1
 ROUNDING_OF_FIGURES = 1e-6
 ROUNDING_OF_FIGURES_IN_16_BITS = 1e-2
 # Rounding errors grow from step to step, in some scripts up to the whole update. So another run on
-# one process starts from weights with one more rounding error. How far it drifts, times this, is
-# how far several processes may drift.
+# one process starts from weights with one more rounding error. Several processes may drift this
+# many times as far as that run.
 GROWTH = 10
 # Training figures are sums, which a resumed run adds up in another order.
 ROUNDING_OF_SUMS = 1e-12
@@ -74,11 +74,11 @@ MEANINGS = {
     "SIGKILL": "a part of the training is not in `state`, or its state_dict leaves something out",
     "SIGTERM": "the run stops within a group of batches, or a rank does not see the stop",
     "rates": "`schedule.peak_lr` was not used for each parameter group",
-    "one process": "a loss is divided by the samples of its rank instead of those of all, padding "
-    "takes part in it, the ranks do not share the data as one process sees it, or each draws "
+    "one process": "a loss is divided by its rank's samples instead of those of all ranks, padding "
+    "affects it, the ranks together do not read the batches of one process, or each draws "
     "random numbers in the step",
     "figures": "a figure is a mean of batches or of ranks instead of all samples, or padding or "
-    "random numbers take part in it",
+    "random numbers affect it",
 }
 # A failed row, and the rows that fail because of it: these get no explanation.
 FOLLOWING = {
@@ -148,7 +148,7 @@ class Proof:
     def interrupt(self, wrong: str, name: str, whole: Path, variable: str, next_step: int) -> None:
         """Run the script to a signal, resume it at `next_step`, and compare with the whole run.
 
-        `wrong` is the name of the signal; the environment variable `variable` has prove_hooks.py
+        `wrong` is the name of the signal; the environment variable `variable` makes prove_hooks.py
         send it.
         """
         check = f"{wrong} after step {SIGNAL_AFTER}, resumed"
@@ -162,7 +162,7 @@ class Proof:
             self.row(check, "**it does not resume**", wrong)
         elif second_part[0]["step"] < next_step:
             step = second_part[0]["step"]
-            self.row(check, f"**it resumes with step {step}, not with {next_step}**", wrong)
+            self.row(check, f"**it resumes at step {step}, not at {next_step}**", wrong)
         else:
             self.compare(check, whole, recorded, wrong)
 
@@ -198,12 +198,12 @@ class Proof:
         if (other / "end.pt").exists():
             start = weights(whole / "before-1.pt")
             relative = distance(weights(whole / "end.pt"), weights(other / "end.pt"), start)
-            apart = f"; {relative:.0e} of all updates apart at the end"
+            apart = f"; at the end {relative:.0e} of all updates apart"
             # More than two ranks may sum in another order after each start.
             if ranks_of(whole) > 2:
                 more = self.more_than_rounding(whole, other)
                 if not more:
-                    self.row(check, f"same to rounding{apart}")
+                    self.row(check, f"same up to rounding{apart}")
                     return
                 difference = more
         self.row(check, f"**differs** from {difference}{apart}", wrong)
@@ -233,7 +233,7 @@ class Proof:
 
 
 def start_and_wait(words: list[str], environment: dict, output) -> int:
-    """Run a command, and return its status. It is ended if this process is told to end."""
+    """Run a command, and return its status. If this process is told to end, end the command."""
     try:
         process = subprocess.Popen(
             words,
@@ -257,7 +257,7 @@ def start_and_wait(words: list[str], environment: dict, output) -> int:
 
 
 def cause_in(printed: Path) -> str:
-    """The first line with an error of a rank itself, or else the last line."""
+    """The first error that a rank itself printed, or else the last line."""
     lines = printed.read_text(errors="replace").splitlines()
     named = re.compile(r"(\[rank\d+\]: )?(\w+\.py|[\w.]*(Error|Exception)): ")
     # torchrun then prints an error of its own, and a summary.
@@ -362,9 +362,9 @@ def difference_of_ranks(recorded: Path) -> str:
 
 
 def all_have_answered(recorded: Path) -> bool:
-    """Whether at some step each rank gave its answer to the same batch."""
+    """Whether at some step all ranks computed the outputs for the same batch."""
     return any(
-        all("the answer to one batch" in checksums for checksums in ranks.values())
+        all("the output for one batch" in checksums for checksums in ranks.values())
         for ranks in trace(recorded).values()
     )
 
@@ -389,11 +389,11 @@ def distance(ours: dict, theirs: dict, start: dict) -> float:
 
 
 def on_one_process(command: list[str], config: dict) -> list[str] | None:
-    """The command for one process, or None if it does not have the number of processes.
+    """The command for one process, or None if no option sets the number of processes.
 
     `config` has the flags of the script, from a checkpoint.
     """
-    # mp.spawn: the script itself starts them, and the last --gpus counts.
+    # mp.spawn: the script itself starts the processes, and the last --gpus counts.
     if "mp.spawn" in config.get("saved_by", "") and config.get("nodes") == 1:
         return [*command, "--gpus", "1"]
     number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|-np|-n)(=\d+)?$")
@@ -424,7 +424,7 @@ def prove(proof: Proof) -> None:
     ranks = ranks_of(whole)
     compare_variables(proof, ranks)
     if ranks == 1:
-        proof.row("ranks, and one process", "start it on two processes for these")
+        proof.row("ranks, and one process", "not tried: start the script on two processes")
     else:
         compare_with_one(proof, whole, ranks)
 
@@ -442,7 +442,7 @@ def check(proof: Proof) -> None:
 
 
 def look(proof: Proof, whole: Path) -> None:
-    """Print the rows that one run is enough for."""
+    """Print the rows for which one run is enough."""
     ranks = ranks_of(whole)
     if ranks > 1:
         look_at_ranks(proof, whole, ranks)
@@ -457,9 +457,9 @@ def look_at_ranks(proof: Proof, whole: Path, ranks: int) -> None:
     """Whether the ranks hold the same state, but draw different random numbers."""
     check = f"the {ranks} ranks hold the same"
     if difference := difference_of_ranks(whole):
-        proof.row(check, f"**no** from {difference}", "replicas")
+        proof.row(check, f"**no**, from {difference}", "replicas")
     elif all_have_answered(whole):
-        proof.row(check, "yes, and give one batch the same answer")
+        proof.row(check, "yes, and compute the same output for one batch")
     else:
         proof.row(check, "yes")
     check = "random numbers of the ranks"
@@ -596,7 +596,7 @@ def compare_variables(proof: Proof, ranks: int) -> None:
     ]
     changed = sorted(of_again - (of_killed & of_told))
     if changed:
-        proof.row("variables after a resume", f"look: other numbers in {listed(changed)}")
+        proof.row("variables after a resume", f"look: these numbers differ: {listed(changed)}")
 
 
 def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
@@ -606,23 +606,23 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     config = saved["config"]
     command = on_one_process(proof.command, config)
     if command is None:
-        proof.row(check, "not tried: the command has no number of processes")
+        proof.row(check, "not tried: the command sets no number of processes")
         return
     if not {"global_batch", "peak_lr"} <= config.keys():
-        proof.row(check, "not tried: the script has no --global-batch-size and --scale-lr")
+        proof.row(check, "not tried: the script lacks --global-batch-size or --scale-lr")
         return
     # After two steps: during the first one SIGTERM would end it at once.
     compare_rates(proof, whole, proof.run("rates", command, PROVE_TERM="2"), ranks)
     if steps_of(whole)[0]["has_batch_norm"]:
-        proof.row("BatchNorm", "uses the statistics of a rank; in the rows below, of a sample")
+        proof.row("BatchNorm", "uses its rank's statistics; in the rows below, each sample's")
     # Both runs get the global batch and the rate of the whole run.
     same_training = (
         *("--global-batch-size", str(config["global_batch"])),
         *("--lr", repr(config["peak_lr"])),
     )
 
-    # Without dropout and BatchNorm's statistics, which each rank has of its own: they would hide a
-    # wrong loss.
+    # Without dropout and BatchNorm's statistics, which differ between ranks and would hide a wrong
+    # loss.
     def run(name, command, **environment):
         return proof.run(name, command, same_training, PROVE_LIKE_ONE="1", **environment)
 
@@ -640,7 +640,7 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
         allowed = GROWTH * distance(disturbed, end_of_one, start)
     growth = f"{first:.0e} of the first update, {last:.0e} of all {proof.steps}"
     if first < rounding and last < max(rounding, allowed):
-        proof.row(check, f"same to rounding: {growth}")
+        proof.row(check, f"same up to rounding: {growth}")
     else:
         furthest = furthest_apart(end, end_of_one)
         proof.row(check, f"**differs** by {growth}; most in {furthest}", "one process")
@@ -654,14 +654,15 @@ def compare_rates(proof: Proof, whole: Path, one: Path, ranks: int) -> None:
     factors = {name: rates[name] / of_one[name] for name in rates if of_one.get(name)}
     check = f"rates on {ranks} processes"
     if not factors:
-        proof.row(check, "not seen: no optimizer in `state` has one in the first step")
+        proof.row(check, "not seen: no optimizer in `state` has a rate in the first step")
         return
     least, most = min(factors, key=factors.get), max(factors, key=factors.get)
     if math.isclose(factors[least], factors[most], rel_tol=1e-5):
-        groups = "its group" if len(factors) == 1 else f"each of {len(factors)} groups"
+        groups = "the only group" if len(factors) == 1 else f"each of {len(factors)} groups"
         proof.row(check, f"{factors[most]:.4g} times those of one process, in {groups}")
     else:
-        result = f"{least} has {factors[least]:.4g} times that of one, {most} {factors[most]:.4g}"
+        times = f"{factors[least]:.4g} times that of one process"
+        result = f"{least} has {times}, {most} {factors[most]:.4g} times"
         proof.row(check, f"**differ**: {result}", "rates")
 
 
@@ -681,7 +682,7 @@ def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding
             return
         furthest = max(furthest, apart)
     names = ", ".join(several)
-    result = f"same to rounding ({furthest:.0e}): {names}" if several else "there are no figures"
+    result = f"same up to rounding ({furthest:.0e}): {names}" if several else "there are no figures"
     proof.row(check, result)
 
 

@@ -50,7 +50,7 @@ def imports(path: Path) -> set[str]:
 
 
 def files_of(name: str, recipe: Path) -> list[Path]:
-    """The files that importing a dotted name loads, for `recipe`; also __init__.py."""
+    """The files that importing a dotted name loads, for `recipe`, including __init__.py."""
     parts = name.split(".")
     if parts[0] not in PACKAGES:
         paths = [recipe.parent / f"{parts[0]}.py"]
@@ -106,7 +106,7 @@ def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> lis
         if module.exists() and project / package / "__init__.py" in targets.values():
             raise InputError(
                 f"{module} is there, and {package}/ beside it would hide it: "
-                "rename it, or take another folder"
+                "rename it, or choose another folder"
             )
     taken = read_taken(project)
     changed = []
@@ -121,7 +121,7 @@ def take(recipe: Path, project: Path, name: str, overwrite: bool = False) -> lis
             changed.append(inside)
     if strange:
         raise InputError(
-            f"these files are there and differ: {', '.join(sorted(strange))}. "
+            f"these files already exist and differ: {', '.join(sorted(strange))}. "
             "Nothing was copied; --overwrite replaces them"
         )
     for path, to in targets.items():
@@ -191,7 +191,7 @@ def main():
     if before and before != commit():
         print(f"update:  from commit {before} to {commit()}")
     if changed:
-        print(f"yours:   not replaced, as you have changed them: {', '.join(changed)}")
+        print(f"yours:   not replaced, because you have changed them: {', '.join(changed)}")
 
 
 if __name__ == "__main__":

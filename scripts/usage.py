@@ -43,7 +43,7 @@ def find_gpus():
 
 
 def of_gpu(nvml, handle):
-    """The figures of a GPU that it supports."""
+    """The figures that a GPU supports."""
     reads = {
         # The share of time during which a kernel ran.
         "use": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
@@ -95,7 +95,7 @@ def main():
     )
     args = parser.parse_args()
     if not args.folder:
-        parser.error("folder is empty: give a path, or set the variable that has it")
+        parser.error("folder is empty: give a path, or set the variable that should hold it")
     args.folder = Path(args.folder)
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g}: give a number above 0")

@@ -1,14 +1,13 @@
-"""Put one small fault after another into the code, and see that a test notices each.
+"""Put small faults into the code, one at a time, and check that a test catches each.
 
     make mutants
     make mutants ARGS="watchdog fsdp"    # only those with one of these words in their names
 
-MUTANTS is the list. First each line to change has to be there, once. Then all tests that are named
-run on an unchanged copy of the repository. Then each mutant gets a copy of its own, in which its
-test runs, three at a time, and a row of a table in Markdown says which test noticed it, and after
-how long.
+MUTANTS lists the faults. First, each text to replace must occur exactly once. Then all their tests
+run on an unchanged copy of the repository. Then each mutant's test runs on a copy with its fault,
+three at a time, and a row of a Markdown table says which test caught it, and after how long.
 
-It ends with status 1 if a mutant survived, if a line is not there, or if a test fails without a
+It ends with status 1 if a mutant survived, if a text is missing, or if a test fails without a
 mutant. A mutant whose test is skipped here is not run, and its row says what is missing.
 """
 
@@ -29,21 +28,21 @@ from xml.etree import ElementTree
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-# Seconds after which a test that hangs counts as one that failed.
+# Seconds after which a test that hangs counts as failed.
 TIMEOUT = 300
 # How many copies of the repository are tested at once.
 AT_ONCE = 3
-# In the environment of all processes that a test starts, to find what it leaves behind. The value
-# begins with SESSION.
+# An environment variable of all processes that a test starts, to find those that it leaves behind.
+# The value begins with SESSION.
 MARK = "MUTANTS"
 SESSION = uuid.uuid4().hex
 
 
 @dataclass
 class Mutant:
-    """A fault: in `file` each text of `changes`, which is there once, is replaced.
+    """A fault: in `file` each text of `changes`, which occurs once, is replaced.
 
-    `test` has to notice it: the id of a test of pytest, or of one with several cases.
+    `test` must catch it: the pytest id of a test, or of one with several cases.
     """
 
     name: str
@@ -209,7 +208,7 @@ MUTANTS = [
         f"{PARITY}[mnist hvd_gloo 2]",
     ),
     Mutant(
-        "a loss that each batch counts once",
+        "a loss in which each batch counts once",
         "mnist/ddp_launch.py",
         {"sums.add(loss=loss * len(labels), ": "sums.add(loss=loss, "},
         f"{PARITY}[mnist ddp_launch 2]",
@@ -252,19 +251,19 @@ MUTANTS = [
         SAMPLER,
     ),
     Mutant(
-        "a sampler that ignores where the epoch goes on",
+        "a sampler that ignores where the epoch resumes",
         "common/data.py",
         {"order[self.start : end]": "order[: end - self.start]"},
         SAMPLER,
     ),
     Mutant(
-        "a sampler that goes on behind an evaluation",
+        "a sampler that continues past an evaluation",
         "common/data.py",
         {"order[self.start : end]": "order[self.start :]"},
         "tests/common/test_data.py::test_an_epoch_up_to_a_step",
     ),
     Mutant(
-        "a run that goes on without its last evaluation",
+        "a resumed run that skips its last evaluation",
         "common/position.py",
         {"            return self.steps == self.evaluated_at\n": "            return True\n"},
         "tests/common/test_position.py::test_a_run_that_was_saved_right_before_its_last_evaluation",
@@ -282,7 +281,7 @@ MUTANTS = [
         "tests/common/test_schedule.py::test_the_rate_of_a_run",
     ),
     Mutant(
-        "a crop beside the padded image",
+        "a crop outside the padded image",
         "cifar10/cifar.py",
         {"self.to_row + left\n": "self.to_row + left + 1\n"},
         "tests/cifar10/test_cifar.py::test_every_crop_is_one_of_the_padded_image",
@@ -317,7 +316,7 @@ MUTANTS = [
         f"{CHECKPOINT}test_what_stays",
     ),
     Mutant(
-        "best.pt is written over through its second name",
+        "best.pt is overwritten through its hard link",
         "common/files.py",
         {
             '    partial.unlink(missing_ok=True)\n    try:\n        with open(partial, "xb")': (
@@ -346,13 +345,13 @@ MUTANTS = [
         f"{WATCHDOG}[a step]",
     ),
     Mutant(
-        "a watchdog that waits for the first batch",
+        "a watchdog that starts at the first batch",
         "common/process/watchdog.py",
         {"        self.waited = 0.0\n        self.arm()\n": "        self.waited = 0.0\n"},
         f"{WATCHDOG}[the first batch]",
     ),
     Mutant(
-        "a watchdog that ends with the first save",
+        "a watchdog that stops at the first save",
         "common/process/watchdog.py",
         {"if self.armed_at is None or given": "if self.armed_at and given"},
         f"{WATCHDOG}[a step after a save]",
@@ -364,19 +363,19 @@ MUTANTS = [
         "tests/common/process/test_signals.py::test_all_ranks_agree_to_stop_if_one_was_asked",
     ),
     Mutant(
-        "a run that goes on with a loss that is not finite",
+        "a run that continues with a loss that is not finite",
         "common/metrics.py",
         {"if not part.isfinite().all():": "if False:"},
         "tests/common/test_metrics.py::test_one_value_that_is_not_finite",
     ),
     Mutant(
-        "a second SIGTERM ends a run that is saved",
+        "a second SIGTERM ends a run that has saved",
         "common/process/launch.py",
         {"for number in (signal.SIGTERM, ": "for number in ("},
         "tests/recipes/test_signals.py::test_more_signals_until_it_has_ended[single]",
     ),
     Mutant(
-        "a rank that ends with Python's destructors",
+        "a rank that runs Python's destructors at exit",
         "common/process/launch.py",
         {"        end_rank()\n": "        pass\n"},
         "tests/recipes/test_launch.py::test_real_command"
@@ -467,19 +466,19 @@ MUTANTS = [
         "tests/imagenet/test_archives.py::test_archives_are_as_folders",
     ),
     Mutant(
-        "an index that stays when its archive has changed",
+        "an index that is kept when its archive has changed",
         "imagenet/archives.py",
         {', header["stat"]) == (FORMAT, stat):': ", stat) == (FORMAT, stat):"},
         "tests/imagenet/test_archives.py::test_the_index_is_made_again",
     ),
     Mutant(
-        "a joined tar of which the first part is read",
+        "a joined tar of which only the first part is read",
         "imagenet/archives.py",
         {"    require_end(file, tar.offset, path)\n": ""},
         "tests/imagenet/test_archives.py::test_a_joined_tar",
     ),
     Mutant(
-        "one class of all images",
+        "all images in one class",
         "images/folders.py",
         {"    if len(train.classes) < 2:\n": "    if len(train.classes) < 1:\n"},
         "tests/images/test_folders.py::test_one_class",
@@ -515,7 +514,7 @@ MUTANTS = [
         f"{COMMANDS}[README.md]",
     ),
     Mutant(
-        "a column of no deviation that is divided by it",
+        "a constant column that is divided by its deviation",
         "examples/regression.py",
         {"np.where(std > 0, std, np.inf)": "std"},
         "tests/examples/test_examples.py::test_a_table_with_constant_and_large_columns",
@@ -539,13 +538,13 @@ MUTANTS = [
         f"{EXAMPLE}[contrastive]",
     ),
     Mutant(
-        "a URL that is a folder",
+        "a URL that is taken for a folder",
         "common/flags.py",
         {"if is_url(arg_string):": "if False:"},
         "tests/common/test_flags.py::test_a_path_is_no_url",
     ),
     Mutant(
-        "the cores of a container that each process has",
+        "each process takes all cores of a container",
         "common/devices.py",
         {"set(own) < set(own_cores(os.getppid()))": "len(own) < os.cpu_count()"},
         "tests/common/test_devices.py::test_cores_of_a_process",
@@ -563,19 +562,19 @@ MUTANTS = [
         "tests/common/test_untrusted.py::test_a_value_that_no_run_has",
     ),
     Mutant(
-        "lists that hold each other",
+        "lists that contain each other",
         "common/untrusted.py",
         {"if count + len(left) > MOST_VALUES:": "if False:"},
         "tests/common/test_untrusted.py::test_what_is_refused_is_not_saved",
     ),
     Mutant(
-        "names that a terminal acts on",
+        "names with control characters of a terminal",
         "common/errors.py",
         {"print(printable(line), flush=True)": "print(line, flush=True)"},
         "tests/common/test_untrusted.py::test_nothing_that_a_terminal_acts_on_is_printed",
     ),
     Mutant(
-        "an index that is believed",
+        "an index that is trusted",
         "imagenet/archives.py",
         {"are_within(records, size_of_archive) and labels_fit.all()": "True"},
         "tests/imagenet/test_archives.py::test_an_index_of_somebody_else",
@@ -587,7 +586,7 @@ MUTANTS = [
         "tests/recipes/test_fsdp.py::test_all_of_a_model_is_shared_out",
     ),
     Mutant(
-        "a checkpoint that is built in memory first",
+        "a checkpoint that is first built in memory",
         "common/checkpoint.py",
         {
             "        torch.save(content, file)\n": "        import io\n\n"
@@ -650,13 +649,13 @@ MUTANTS = [
         f"{CUDA_GRAPH}[examples/language_model.py]",
     ),
     Mutant(
-        "CUDA graph: it goes on with the batch of the capture",
+        "CUDA graph: each replay uses the batch of the capture",
         "common/graph.py",
         {"                    fixed.copy_(part)\n": "                    pass\n"},
         f"{CUDA_GRAPH}[mnist/single.py]",
     ),
     Mutant(
-        "CUDA graph: a count of Python within the step, which only the capture adds",
+        "CUDA graph: a Python number in the step, which only the capture adds",
         "common/metrics.py",
         {"if captured or isinstance(": "if isinstance("},
         f"{CUDA_GRAPH}[mnist/single.py]",
@@ -665,24 +664,25 @@ MUTANTS = [
 
 
 def faults_of_the_list() -> list[str]:
-    """What is wrong with MUTANTS: texts that are not there once, or that leave no Python."""
+    """What is wrong with MUTANTS: texts that do not occur once, or that leave invalid Python."""
     faults = []
     for mutant in MUTANTS:
         path = ROOT / mutant.file
         text = path.read_text() if path.exists() else ""
         for line in mutant.changes:
             if text.count(line) != 1:
-                faults.append(f"{mutant.name}: {mutant.file} has {text.count(line)} times: {line}")
+                count = text.count(line)
+                faults.append(f"{mutant.name}: {count} times in {mutant.file}, not once: {line}")
         try:
             if path.suffix == ".py":
                 ast.parse(mutant.changed(text))
         except SyntaxError as error:
-            faults.append(f"{mutant.name}: {mutant.file} is no Python any more: {error}")
+            faults.append(f"{mutant.name}: {mutant.file} is no longer valid Python: {error}")
     return faults
 
 
 def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, float, str]:
-    """Run tests in a copy of the repository, to the first failure if it has a mutant.
+    """Run tests in a copy of the repository, until the first failure if it has a mutant.
 
     Returns (the status of pytest, {test: (failure, error or skipped, why)} of those that did not
     pass, seconds, what it printed).
@@ -725,7 +725,7 @@ def run(tests: list[str], mutant: Mutant | None = None) -> tuple[int, dict, floa
 
 
 def kill(mark: str) -> None:
-    """Kill all processes whose mark begins with `mark`, also what tests that failed have left."""
+    """Kill all processes whose mark begins with `mark`, even those that failed tests have left."""
     found = True
     while found:
         found = []
@@ -753,7 +753,7 @@ def bad_tests(report: Path) -> dict[str, tuple[str, str]]:
 
 
 def why_not(mutant: Mutant, bad: dict) -> str:
-    """Why its test says nothing of a mutant, as it does not pass without; empty if it does."""
+    """Why a mutant's test cannot judge it: it does not pass without it. Empty if it does."""
     for test, (outcome, message) in bad.items():
         if test == mutant.test or test.startswith(f"{mutant.test}["):
             if outcome == "skipped":
@@ -798,7 +798,7 @@ def main() -> int:
         print(f"no mutant has one of these words in its name: {' '.join(words)}", file=sys.stderr)
         return 1
     tests = list(dict.fromkeys(mutant.test for mutant in chosen))
-    print(f"{len(chosen)} mutants; first their {len(tests)} tests without them", flush=True)
+    print(f"{len(chosen)} mutants; first, their {len(tests)} tests run without them", flush=True)
     began = time.monotonic()
     status, unfit, seconds, printed = run(tests)
     if status not in (0, 1):
@@ -831,7 +831,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # As Ctrl-C: leave nothing behind.
+    # Like Ctrl-C: leave nothing behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())

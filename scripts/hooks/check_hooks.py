@@ -37,7 +37,7 @@ EVERY = 50
 BATCHES = 50
 STEPS = 10
 PASSES = 3
-# The steps of the runs that are compared.
+# How many steps a run takes that is compared with others.
 COMPARED_STEPS = 3
 COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 GATHERS = ("all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
@@ -68,15 +68,15 @@ class Watcher:
         self.called = {}
         self.gathers = 0
         self.reductions = 0
-        # Passes over loaders, as (loader, number): whose batches the next forward uses, ...
+        # Passes over loaders, as (loader, number). Pending: the next forward uses their batches.
         self.loaders = {}
         self.passes = []
         self.pending = set()
         self.forward_since_fetch = False
         self.is_fetching = False
-        # ... those used by forwards with gradients, of which no backward has followed yet, ...
+        # Unsure: forwards with gradients have used them, but no backward has followed yet.
         self.unsure = set()
-        # ... those used since the last step, in all steps, and by all evaluations.
+        # Used since the last step, in any step (trained), and in any evaluation (evaluated).
         self.used = set()
         self.trained = set()
         self.rounds = 0
@@ -117,7 +117,7 @@ class Watcher:
             self.emit(event, **more)
 
     def rank(self):
-        """This process's rank, also after the script has destroyed its group."""
+        """This process's rank, even after the script has destroyed its group."""
         distributed = self.torch.distributed
         hvd = sys.modules.get("horovod.torch")
         if distributed.is_available() and distributed.is_initialized():
@@ -127,11 +127,11 @@ class Watcher:
         return self.known_rank
 
     def end(self):
-        """Write the last events, and end the process as if the script were finished."""
+        """Write the last events, and end the process as if the script had finished."""
         self.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Other ranks may still wait for an answer of this one.
+        # Other ranks may still be waiting for this one.
         time.sleep(0.5)
         os._exit(0)
 
@@ -207,7 +207,7 @@ class Watcher:
             self.keep(weights)
 
     def keep(self, weights):
-        """Keep what is compared between runs, and end the run when it has all of that."""
+        """Keep what is compared between runs, and end the run when all of it is there."""
         gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
         # Keep the gradients of the first step only.
         self.kept["gradients"] = copies(gradients) | self.kept["gradients"]
@@ -219,14 +219,14 @@ class Watcher:
             self.end()
 
     def is_over(self):
-        """Whether enough passes were trained on, or enough steps of an infinite one."""
+        """Whether the script has trained for enough passes, or enough steps of an infinite one."""
         used = [each for each in self.passes if each.place in self.used]
         if not all(each.is_finite for each in used) or not used:
             return self.steps >= PASSES * BATCHES
         return self.begins_pass and self.rounds >= PASSES
 
     def find_modules(self):
-        """Find the root modules, which are in no other one, and name their weights."""
+        """Find the root modules, which are in no other module, and name their weights."""
         import gc
 
         nn = self.torch.nn
@@ -255,7 +255,7 @@ class Watcher:
         return hasattr(value, "to_local") or value.shape != weight.shape
 
     def tell_lost(self):
-        """Report the parameters that a forward has used, but that no optimizer has."""
+        """Report the parameters that a forward has used but that are in no optimizer."""
         import gc
 
         existing = [
@@ -323,7 +323,7 @@ class Watcher:
 
     def look_at_mode(self, module, is_norm, with_gradient):
         current = sorted(self.pending)
-        # Judge by the mode of the root: a part in another mode is so on purpose.
+        # Judge by the mode of the root: if a part has another mode, that is on purpose.
         root = self.running[0]
         # The mode of the model, not of its wrapper, which stays in training mode.
         root = getattr(root, "module", root)
@@ -417,7 +417,7 @@ class Watcher:
             self.emit("figure", value=value)
 
     def waited(self, where):
-        """Record that the script reads a tensor's value, for which Python waits on a GPU."""
+        """Record that the script reads a tensor's value: on a GPU, Python waits for it."""
         if self.trained and self.pending <= self.trained:
             self.waits_of_step.add(where)
 
@@ -427,7 +427,7 @@ class Indices:
 
     def __init__(self, watcher, loader, sampler):
         self.watcher = watcher
-        # This also keeps the loader alive: its id must stay unique.
+        # Keep the loader alive, so that its id stays unique.
         self.loader = loader
         self.sampler = sampler
         self.is_mapped = loader._dataset_kind == 0
@@ -564,7 +564,7 @@ def is_shuffled(torch, sampler):
 
 
 def is_split_otherwise(weight):
-    """Whether a weight is sharded in another way than FSDP does it."""
+    """Whether a weight is sharded, but not as FSDP shards it."""
     if not hasattr(weight, "to_local"):
         return False
     fsdp = weight.device_mesh.ndim == 1 and all(
@@ -651,7 +651,7 @@ def install(torch):
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-    # At exit, also of processes that multiprocessing has started.
+    # At exit, even of processes that multiprocessing has started.
     multiprocessing.util.Finalize(None, watcher.close, exitpriority=100)
     install.watcher = watcher
 
@@ -817,7 +817,7 @@ def hook_files(watcher, torch):
         )
 
     def audited(event, args):
-        # The event comes before the call, even if the folder exists.
+        # The event is raised before the call, even if the folder already exists.
         if event == "os.mkdir" and not os.path.exists(args[0]):
             watcher.made.append(os.path.realpath(args[0]))
         copies_a_file = event in ("os.rename", "os.link", "shutil.copyfile")
@@ -841,7 +841,7 @@ def keep_a_copy(watcher, path):
     kept = f"{watcher.folder}/file-{zlib.crc32(path.encode())}"
     try:
         os.close(os.open(kept, os.O_CREAT | os.O_EXCL))
-    # Another rank has done so, or this one has before.
+    # Another rank has copied it, or this one did so before.
     except FileExistsError:
         return
     exists = os.path.exists(path)

@@ -4,7 +4,7 @@ import functools
 
 
 def around(owner, name, before=None, after=None):
-    """Patch a function: first call `before`, then the function, then after(result, before's)."""
+    """Patch a function: call `before`, the function, and after(result, what `before` returned)."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -20,7 +20,7 @@ def around(owner, name, before=None, after=None):
 
 
 def leave_out_dropout(torch, drew=None, leave_out=True):
-    """Turn dropout off, as ranks draw different masks; call drew(input) in place of drawing one."""
+    """Turn dropout off, because ranks draw different masks; call drew(input) for each mask."""
     functional = torch.nn.functional
 
     def without(name, by_default):
@@ -51,7 +51,7 @@ def leave_out_dropout(torch, drew=None, leave_out=True):
 
 
 def split_batch_norm(torch):
-    """Let BatchNorm normalise each sample by itself, as each rank has its own batch."""
+    """Let BatchNorm normalise each sample by itself, because each rank has its own batch."""
     functional = torch.nn.functional
     of_batch = functional.batch_norm
 

@@ -24,7 +24,7 @@ EPOCH_STEPS = 4
 # A prime, so that no number of ranks and no batch size divides it.
 VAL_SAMPLES = 37
 VAL_BATCH = 5
-# By this many steps later, everything that training changes has changed.
+# After this many further steps, everything that training changes has changed.
 LOOK_AGAIN_AFTER = 3
 # A longer list of numbers is data, not state.
 LONGEST_VARIABLE = 20
@@ -233,7 +233,7 @@ class Recorder:
         return {name: part.state_dict() for name, part in self.run.state.items()}
 
     def checksums(self):
-        """{name: checksum} of all tensors and numbers of the state. Sums are added up later."""
+        """{name: checksum} of all tensors and numbers of the state, except sums, added up later."""
         parts = {name: part for name, part in self.state().items() if name != "sums"}
         # With FSDP, values that only rank 0 has are None elsewhere.
         return {name: checksum(value) for name, value in leaves(parts) if value is not None}
@@ -277,7 +277,7 @@ class Recorder:
             part.load_state_dict(weights[name])
 
     def parts(self):
-        """The objects in the state, and their attributes, where WholeModel has its model."""
+        """The objects in the state, and their attributes: WholeModel's model is one."""
         parts = [*self.run.state.values()]
         return parts + [value for part in parts for value in vars(part).values()]
 
@@ -455,7 +455,7 @@ class Recorder:
     def answer_to_first_batch(self):
         """{name: checksum} of the model's outputs for rank 0's first batch.
 
-        They also depend on what the model has learned, but keeps outside of its state_dict.
+        They also depend on anything that the model has learned but keeps outside of its state_dict.
         """
         import copy
 
@@ -477,7 +477,7 @@ class Recorder:
         # Any model: it may raise on deepcopy, on eval() or on its input.
         except Exception:
             return {}
-        return {"the answer to one batch": checksum(tensors)} if tensors else {}
+        return {"the output for one batch": checksum(tensors)} if tensors else {}
 
     def objects_outside(self):
         """{id: (name, object, checksum)} of what may be part of training, but is not saved."""
@@ -568,7 +568,7 @@ def random_states(device):
 
 
 def can_be_asked(model):
-    """Whether all ranks should give the same answer to a batch.
+    """Whether all ranks should compute the same output for a batch.
 
     Not with FSDP, whose part of the state is not a module; nor with BatchNorm, whose statistics
     differ between ranks; nor with torch.compile, which would trace the hook.
@@ -613,7 +613,7 @@ def variables_of_script():
         if type(value).__module__ in names:
             value = getattr(value, "__dict__", None)
         found = list(itertools.islice(leaves(value, name), LONGEST_VARIABLE + 1))
-        # Such as the parameter group of an optimizer.
+        # Leave out, for example, the parameter group of an optimizer.
         is_of_torch = any(is_tensor(part) for _, part in found)
         if len(found) <= LONGEST_VARIABLE and not is_of_torch:
             numbers |= {part: number for part, number in found if type(number) in (int, float)}

@@ -1,7 +1,7 @@
 """Python imports this first in every process of a run that check.py or prove.py starts.
 
-It installs the hooks on a module as soon as the script has imported it. It hides a sitecustomize of
-the environment.
+It installs the hooks on a module as soon as the script has imported it. It hides the environment's
+own sitecustomize.
 """
 
 import importlib.util

@@ -154,7 +154,7 @@ def test_limits_of_a_container(image, tmp_path):
     assert f"give the {cure}" in recipe
     assert f"give a {cure}" in doctor
     assert "share a quota of 1 CPUs" in doctor_again
-    near = r"needs \d+ MiB before there is a model, and its memory limit is 2000"
+    near = r"needs \d+ MiB even without a model, and its memory limit is 2000"
     assert re.search(near, doctor_again)
 
 

@@ -84,7 +84,7 @@ def test_minimal_is_right(path, checked, images):
     of_shares = "steps on shares match steps on the batches of all ranks"
     on_several = path.stem not in ("single", "dp")
     assert any(what.startswith(of_shares) for _, what in rows) == on_several, rows
-    evaluated = "an evaluation reads each sample once, and its figures are of all ranks"
+    evaluated = "an evaluation reads each sample once, and its figures cover all ranks"
     assert ("ok", evaluated) in rows
 
 
@@ -128,7 +128,7 @@ WATCHED = {
         Mistake(
             "    share = range(rank, len(test_set), world_size)\n",
             "    share = DistributedSampler(test_set, shuffle=False)\n",
-            r"the evaluation of loader 2 reads 1 samples twice, and they count twice",
+            r"the evaluation on loader 2 reads 1 samples twice, and they count twice",
         ),
         Mistake("        if rank == 0:\n", "        if True:\n", r"2 ranks write mnist\.pt"),
         Mistake(
@@ -152,7 +152,7 @@ WATCHED = {
         Mistake(
             "DataLoader(test_set, batch_size=1000, sampler=share)",
             "DataLoader(test_set, batch_size=10, sampler=share, drop_last=True)",
-            r"the evaluation of loader 2 leaves out 11 of 131 samples",
+            r"the evaluation on loader 2 leaves out 11 of 131 samples",
         ),
         Mistake(
             "torch.save(model.state_dict(), ",
@@ -233,7 +233,7 @@ WATCHED = {
             "            return super().forward(self.layers[0](x))\n" + MODEL + ""
             "    model = Scaled(*model)\n"
             "    model.layers = [nn.Conv2d(1, 1, 1)]\n",
-            r"are used in a model, but are in no optimizer .*: Conv2d.bias, Conv2d.weight",
+            r"used in a model, but in no optimizer .*: Conv2d.bias, Conv2d.weight",
         ),
     ),
     "scaled gradients": (
@@ -268,7 +268,7 @@ WATCHED = {
         Mistake(
             "    torch.manual_seed(0)\n",
             "    torch.manual_seed(rank)\n",
-            r"each rank shards a model with different weights",
+            r"the ranks shard models with different weights",
         ),
     ),
     "Horovod": (
@@ -435,7 +435,7 @@ def test_what_is_refused(tmp_path):
     command = f"python {ROOT}/scripts/check.py"
     assert "give the command" in refused(command, tmp_path)
     (tmp_path / "empty.py").write_text("")
-    assert "no step of an optimizer" in refused(f"{command} python empty.py", tmp_path)
+    assert "no optimizer step" in refused(f"{command} python empty.py", tmp_path)
 
 
 def test_with_real_processes(images, tmp_path):

@@ -14,7 +14,7 @@ from benchmarks import jpeg_tree
 
 SCRIPT = ROOT / "scripts" / "doctor.py"
 CORES = len(os.sched_getaffinity(0))
-WELL = "doctor: all is well( but for the warnings)?"  # beside other tests a rank can be slow
+WELL = "doctor: all is well( apart from the warnings)?"  # beside other tests a rank can be slow
 ACCUMULATED = "--dataset imagenet --image-size 32 --workers 0 --device cpu --accumulate 3"
 SHARES = "an epoch trains on {} samples, each once{}, and validates on {}, each once"
 
@@ -82,7 +82,7 @@ def test_real_images_and_a_warning(real_data):
         in output
     )
     assert f"warning: 2 processes with {2 * CORES} threads share {CORES} cores of " in output
-    assert "doctor: all is well but for the warnings: " in verdict(output)
+    assert "doctor: all is well apart from the warnings: " in verdict(output)
 
 
 def test_wrong_inputs(tmp_path):
@@ -201,7 +201,7 @@ def test_two_hosts(tmp_path):
     assert re.match(f"{WELL}: world size 2 on 2 hosts, device cpu", verdict(output))
     assert "the sums are right" in output
     assert "| 1 | node1.invalid | 0 | cpu | " in output
-    assert "warning: node1.invalid does not know its own name" in output
+    assert "warning: node1.invalid cannot resolve its own name" in output
 
 
 def test_ranks_that_differ(tmp_path):
@@ -222,7 +222,7 @@ def test_ranks_that_differ(tmp_path):
     [
         (
             "OMPI_COMM_WORLD_SIZE=2 torchrun --standalone",
-            "mpirun started 2 of these, and this one is rank 0 of 1.* torchrun needs --nnodes=2",
+            "mpirun started 2 processes, but this one is rank 0 of 1.* torchrun needs --nnodes=2",
         ),
         # Horovod is built with Open MPI: each process is alone.
         ("PMI_SIZE=2 python", "the mpirun of MPICH started 2 of these.* use horovodrun"),
@@ -273,9 +273,9 @@ def test_wrong_shards(replaced, tmp_path):
         "range(len(val_set))",
     )
     assert verdict(compute(f"{COPY} --synthetic 1000", cwd=tmp_path, status=1)) == (
-        "doctor: the shards of training are wrong, "
+        "doctor: the training shards are wrong, "
         "an epoch reads 384 samples more than once and 616 never; "
-        "the shards of validation are wrong, 200 samples are not read exactly once"
+        "the validation shards are wrong, 200 samples are not read exactly once"
     )
 
 

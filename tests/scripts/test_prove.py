@@ -110,7 +110,7 @@ def test_a_right_script(command, proved, tmp_path):
     assert results["SIGTERM after step 7, resumed"] == "same bits"
     assert results["changes, and is in no checkpoint"].startswith("no model")
     is_asked = "BatchNorm" not in results and "fsdp" not in command
-    answered = ", and give one batch the same answer" if is_asked else ""
+    answered = ", and compute the same output for one batch" if is_asked else ""
     assert results["the 2 ranks hold the same"] == f"yes{answered}"
     draws = "each draws its own in a step" if "{copy}" in command else "none draws in a step"
     assert results["random numbers of the ranks"] == draws
@@ -118,9 +118,9 @@ def test_a_right_script(command, proved, tmp_path):
     assert re.fullmatch(r"all \d+", results["each weight changes"])
     assert results["an evaluation"].startswith("in evaluation mode")
     assert results["training after an evaluation"] == "in the mode of the first step"
-    assert "times those of one process, in its group" in results["rates on 2 processes"]
-    assert results["one process in place of 2"].startswith("same to rounding")
-    figures = r"same to rounding \(\S+\): train/loss, .*val/loss, val/"
+    assert "times those of one process, in the only group" in results["rates on 2 processes"]
+    assert results["one process in place of 2"].startswith("same up to rounding")
+    figures = r"same up to rounding \(\S+\): train/loss, .*val/loss, val/"
     assert re.match(figures, results["evaluated on one process"])
 
 
@@ -282,14 +282,14 @@ WRONG = [
             "a run that does not save within an epoch",
             RUN,
             "    args.checkpoint_every = None\n" + RUN,
-            {"SIGKILL": r"\*\*it resumes with step 5, not with 6\*\*"},
+            {"SIGKILL": r"\*\*it resumes at step 5, not at 6\*\*"},
         ),
         Fault(
             "a group whose rate is not scaled",
             RATES,
             "    bias = optimizer.param_groups[0]['params'].pop()\n"
             "    optimizer.add_param_group({'params': [bias], 'lr': args.lr})\n" + RATES,
-            {"rates": r"\*\*differ\*\*: optimizer group 1 has 1 times that of one, .* group 0 2"},
+            {"rates": r"\*\*differ\*\*: optimizer group 1 has 1 times that of one .* group 0 2"},
         ),
         # As the scales of torchvision's Faster R-CNN are.
         Fault(
@@ -300,7 +300,7 @@ WRONG = [
             "        guessed.setdefault('scale', inputs[0].std().item())\n"
             "        return (inputs[0] / guessed['scale'],)\n"
             "    model.register_forward_pre_hook(scale)\n" + STEP,
-            {"replicas": r"\*\*no\*\* from step 4: the answer to one batch"},
+            {"replicas": r"\*\*no\*\*, from step 4: the output for one batch"},
         ),
     ],
     [
@@ -337,7 +337,7 @@ WRONG = [
             "                rates.peaks = [rate / 10 for rate in rates.peaks]\n",
             {
                 "SIGKILL": r"\*\*differs\*\* from step 9: ",
-                "variables": r"look: other numbers in counted.0",
+                "variables": r"look: these numbers differ: counted.0",
             },
         ),
     ],

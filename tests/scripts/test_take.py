@@ -56,7 +56,7 @@ def test_up_to_date(tmp_path):
     (tmp_path / take.TAKEN).write_text(json.dumps(taken))
     said = run(f"{TAKE} {ROOT}/mnist/single.py . --name train.py", tmp_path)
     assert f"update:  from commit 0123abc to {take.commit()}\n" in said
-    assert "yours:   not replaced, as you have changed them: train.py\n" in said
+    assert "yours:   not replaced, because you have changed them: train.py\n" in said
     assert train.read_text() == "mine\n"
     assert log.read_bytes() == (ROOT / "common" / "log.py").read_bytes()
 
