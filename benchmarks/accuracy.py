@@ -34,7 +34,7 @@ TRAININGS = {
 
 
 def start_of(recipe: str, processes: int, folder: Path) -> str:
-    """The start of the command line of a recipe, as the table calls it."""
+    """The start of a recipe's command line; `recipe` is its name in the table."""
     script = recipe.partition(",")[0]
     if script == "single.py":
         launcher = "python"
@@ -110,9 +110,9 @@ def parse_args():
     runs.add_device(parser)
     runs.add_out(parser)
     add = parser.add_argument
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of the data sets")
-    add("--runs", type=Path, default=Path("runs/accuracy"), metavar="DIR", help="for the runs")
-    add("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which trainings")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="the data sets")
+    add("--runs", type=Path, default=Path("runs/accuracy"), metavar="DIR", help="folder for runs")
+    add("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="trainings to run")
     return parser.parse_args()
 
 

@@ -43,7 +43,7 @@ def parse_args():
     parser = flags.Parser(__doc__)
     add = parser.add_argument
     add("--max-bytes", type=message_size, default=4**13, metavar="N", help="the largest message")
-    add("--repeats", type=flags.positive_int, default=9, metavar="N", help="of each size")
+    add("--repeats", type=flags.positive_int, default=9, metavar="N", help="repetitions per size")
     add("--processes", type=flags.positive_int, nargs="+", default=counts, metavar="N")
     add("--json", metavar="FILE", help="under a launcher: also write the figures to FILE")
     runs.add_out(parser)

@@ -6,7 +6,7 @@
     make gpu ARGS="--device cpu"    # to try it out: small models and few images
 
 Each measurement is a command with its own time limit. Its result is written to gpu.jsonl and gpu.md
-in --out at once; a failure is a result, too. A second run measures only what is not there yet. It
+in --out at once; a failure is a result, too. A second run measures only what the first did not. It
 needs no network, but MNIST and CIFAR-10 in --data-dir, and Apex and Horovod in the environment. It
 first says what is missing, and then measures the rest, the most important things first. It has been
 run only with --device cpu.
@@ -58,7 +58,7 @@ def parse_args():
     parser = flags.Parser(__doc__)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu"), default="auto", help="cpu: try it out on few images")
-    add("--only", nargs="+", default=[""], metavar="WORD", help="those with one of these words")
+    add("--only", nargs="+", default=[""], metavar="WORD", help="names with such a word")
     add(
         "--minutes",
         type=flags.positive_float,
@@ -66,8 +66,8 @@ def parse_args():
         metavar="N",
         help="begin no measurement after N minutes",
     )
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of the data sets")
-    add("--out", type=Path, default=runs.RESULTS / "gpu", metavar="DIR", help="for the results")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="the data sets")
+    add("--out", type=Path, default=runs.RESULTS / "gpu", metavar="DIR", help="results folder")
     args = parser.parse_args()
     # The commands start in another folder.
     args.data_dir, args.out = args.data_dir.resolve(), args.out.resolve()

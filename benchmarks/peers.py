@@ -362,9 +362,9 @@ def parse_args():
     runs.add_device(parser)
     runs.add_out(parser)
     add = parser.add_argument
-    add("--peers", type=Path, required=True, metavar="DIR", help="with the checkouts, and venv")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="of the data sets")
-    add("--tree", type=Path, metavar="DIR", help="of JPEG files: also compare ImageNet")
+    add("--peers", type=Path, required=True, metavar="DIR", help="checkouts and venv")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="the data sets")
+    add("--tree", type=Path, metavar="DIR", help="JPEG files: also compare ImageNet")
     add("--epochs", type=flags.positive_int, default=1, metavar="N")
     add("--only", nargs="+", default=[""], metavar="WORD", help="pairs with one of these words")
     args = parser.parse_args()

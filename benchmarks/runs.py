@@ -151,7 +151,7 @@ def marked(values: list[float], form: str = "{:,.0f}") -> str:
 
 def add_out(parser: flags.Parser) -> None:
     """The flag for the folder of the results."""
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="for the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
 
 
 def add_device(parser: flags.Parser) -> None:

@@ -78,8 +78,8 @@ def parse_args():
     parser = flags.Parser(__doc__)
     parser.epilog = "It also accepts the flags of the recipe: see the recipe's --help."
     add = parser.add_argument
-    add("--dataset", choices=[*IMAGES, "none"], default="cifar10", help="of the recipe")
-    add("--recipe", type=Path, metavar="FILE", help="a script of your own")
+    add("--dataset", choices=[*IMAGES, "none"], default="cifar10", help="data set to check")
+    add("--recipe", type=Path, metavar="FILE", help="your own script")
     add("--data-dir", metavar="DIR", help="folder of the data set, downloaded if missing")
     add("--timeout", type=flags.positive_int, default=60, help="longest time for a step (s)")
     add("--device", default="auto", help="cuda, xpu, mps, cpu")

@@ -397,9 +397,9 @@ def parse_args():
     parser = flags.Parser(__doc__)
     parser.add_argument("recipe", type=Path, help=", ".join(RECIPES))
     add = parser.add_argument
-    add("--seconds", type=flags.positive_float, default=2, help="of training in each trial")
-    add("--turns", type=flags.positive_int, default=3, help="of the default and the two fastest")
-    # The flags of the recipes that the trials vary.
+    add("--seconds", type=flags.positive_float, default=2, help="training time of each trial")
+    add("--turns", type=flags.positive_int, default=3, help="turns of the final comparison")
+    # The trials vary these flags of the recipe.
     add("--amp-dtype", choices=("bf16", "fp16"), default="bf16", help="the recipe's own")
     add("--channels-last", action="store_true", help="the recipe's own")
     add("--compile", action="store_true", help="the recipe's own")

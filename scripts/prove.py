@@ -493,7 +493,7 @@ def look_at_batches(proof: Proof, whole: Path, ranks: int) -> None:
     elif steps_of(whole)[0]["shuffled"]:
         proof.row(check, "**the second epoch has the batches of the first**", "batches")
     else:
-        proof.row(check, "look: the same in each epoch, as the sampler does not shuffle")
+        proof.row(check, "look: the same in each epoch, because the sampler does not shuffle")
 
 
 def look_at_weights(proof: Proof, whole: Path) -> None:

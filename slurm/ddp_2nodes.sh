@@ -33,11 +33,12 @@ export TORCH_FR_BUFFER_SIZE=2000  # before --timeout kills a rank, it writes a t
 # In a container: srun ... --container-image=..., or apptainer exec --nv IMAGE torchrun ...
 
 # USR1 (the warning), TERM (preempted) and USR2 (print the stacks) are for torchrun's processes. torchrun must ignore
-# them: USR1 and USR2 would kill it, and on TERM it ends with status 1, whatever its processes do. With RESTARTS=2
-# sbatch ... it restarts its processes from the last checkpoint when one of them dies. is_host: else torchrun guesses
-# from host names which node hosts the rendezvous, but a node can have several names (pytorch issue 73656). If the nodes
-# do not reach each other by name, add --local-addr with each node's own address. One task per node, even if the job has
-# more tasks: torchrun starts the processes. shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
+# them: USR1 and USR2 would kill it, and on TERM it ends with status 1, whatever its processes do.
+# With RESTARTS=2 sbatch ... torchrun restarts its processes from the last checkpoint when one of them dies.
+# is_host: else torchrun guesses from host names which node hosts the rendezvous, but a node can have several names
+# (pytorch issue 73656). If the nodes do not reach each other by name, add --local-addr with each node's own address.
+# One task per node, even if the job has more tasks: torchrun starts the processes.
+# shellcheck disable=SC2016  # the bash on each node expands $SLURM_NODEID
 exec slurm/requeue.sh srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     bash -c 'trap "" USR1 USR2 TERM; exec torchrun --signals-to-handle=SIGINT \

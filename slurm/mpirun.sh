@@ -6,8 +6,8 @@
 #     slurm/mpirun.sh HOSTFILE cifar10/ddp_launch.py --epochs 10
 #
 # Each line of HOSTFILE names a host and its number of processes, one per GPU: node1 slots=4 (see slurm/hosts.sh). The
-# first has rank 0: start this script there, or on a host that is not in HOSTFILE. Each host needs this folder and this
-# virtual environment under the same path.
+# first has rank 0: start this script there, or on a host that is not in HOSTFILE.
+# Each host needs this folder and this virtual environment under the same path.
 set -euo pipefail
 
 repository=$(dirname "$0")/..
@@ -28,8 +28,8 @@ for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(MAST
 done
 # --bind-to none: else all threads of a process share one core. The other flags are from Horovod's docs.
 # odls_base_sigkill_timeout: after SIGTERM the processes have 5 s to save, not 1. They get SIGTERM 5 s after mpirun.
-# Open MPI 5 has no such option, and leaves 0.25 s: send mpirun USR1 instead, which it passes on. mpirun by its full
-# path: then the other hosts find orted, even if a module provides mpirun. If MPI uses the wrong interface, it hangs at
-# the start: export OMPI_MCA_btl_tcp_if_include=eth0
+# Open MPI 5 has no such option, and leaves 0.25 s: send mpirun USR1 instead, which it passes on.
+# mpirun by its full path: then the other hosts find orted, even if a module provides mpirun.
+# If MPI uses the wrong interface, it hangs at the start: export OMPI_MCA_btl_tcp_if_include=eth0
 exec "$(command -v mpirun)" --host "$hosts" --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib \
     --mca odls_base_sigkill_timeout 5 "${handed_on[@]}" "${start[@]}" "$recipe" "${@:3}"

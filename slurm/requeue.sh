@@ -34,7 +34,7 @@ stop() {
 }
 trap 'trap "" USR1; warned=yes; stop' USR1  # ignore further signals
 # The end of the GraceTime, or scancel. USR1 stops the ranks, too; srun would kill them after TERM, and mpirun after a
-# second one, as SLURM also sends TERM to mpirun itself.
+# second one, because SLURM also sends TERM to mpirun itself.
 trap 'trap "" TERM; stop' TERM
 trap 'kill -USR2 $command 2> /dev/null || true' USR2  # scancel --batch --signal=USR2: the stacks of mpirun's ranks
 while kill -0 $command 2> /dev/null; do

@@ -508,7 +508,7 @@ MUTANTS = [
         f"{COMMANDS}[docs/checkpoints.md]",
     ),
     Mutant(
-        "a file in README.md that is not there",
+        "a command in README.md with a file that does not exist",
         "README.md",
         {"diff mnist/single.py mnist/ddp_launch.py\n": "diff mnist/single.py mnist/ddp.py\n"},
         f"{COMMANDS}[README.md]",

@@ -128,7 +128,7 @@ def short_epochs(position_class):
 
 def shorten(loader):
     """Limit an evaluation to the first samples of its data set, in small batches."""
-    # A DataLoader has its sampler and batch size there.
+    # A DataLoader's batch_sampler has its sampler and batch size.
     holder = getattr(loader, "batch_sampler", None)
     if holder is None:
         holder = loader
@@ -221,7 +221,7 @@ class Recorder:
         self.write("steps", line)
         if os.environ.get("PROVE_KILL") == str(steps):
             os.kill(os.getpid(), signal.SIGKILL)
-        # Signal the last rank: rank 0, which saves, has to hear of it.
+        # Signal the last rank: rank 0, which saves, must learn of it.
         if os.environ.get("PROVE_TERM") == str(steps) and self.rank == self.ranks - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -403,7 +403,7 @@ class Recorder:
                 module.dropout = 0.0
 
     def leave_out_batch_statistics(self):
-        """Let BatchNorm normalise each sample by itself, as each rank has its own batch."""
+        """Let BatchNorm normalise each sample by itself, because each rank has its own batch."""
         for module in self.batch_norms():
             module.forward = functools.partial(normalise_each_sample, module)
 
