@@ -69,7 +69,7 @@ def parse_args():
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="the data sets")
     add("--out", type=Path, default=runs.RESULTS / "gpu", metavar="DIR", help="results folder")
     args = parser.parse_args()
-    # The commands start in another folder.
+    # The commands run in another folder.
     args.data_dir, args.out = args.data_dir.resolve(), args.out.resolve()
     return args
 

@@ -66,7 +66,7 @@ def parse_args():
 
 
 class Training:
-    """A model that has been trained for a step, on each rank of a group."""
+    """A model, its optimizer and its state, on each rank of a group."""
 
     def __init__(self, layers, folder, sharded=False):
         self.folder = folder
@@ -140,7 +140,7 @@ def init_from(training):
 
 
 def export_weights(training):
-    """In a process without a model."""
+    """Export the weights, in a process without a model."""
     training.model = training.optimizer = training.state = None
     weights_file = training.folder / f"weights-{dist.get_world_size()}"
     sys.argv = ["export.py", str(training.folder / "last.pt"), str(weights_file)]
@@ -258,7 +258,7 @@ def state_bytes(layers):
 
 
 def measure(layers, case, ranks, folder):
-    """[(memory, seconds)] of the ranks."""
+    """Run a case, and return [(memory, seconds)] of its ranks."""
     command = runs.run(
         f"{runs.LAUNCHERS['ddp_launch'].format(ranks)} {__file__} --layers {layers} "
         f"--case '{case}' --folder {folder}",

@@ -43,11 +43,11 @@ def ring(p, size, alpha, beta):
 
 
 def fsdp(p, groups, alpha, beta):
-    """Seconds of what fsdp.py's step sends, for `groups` as of `shard_groups`, the root's last.
+    """Seconds of what fsdp.py's step sends; `groups` is what `shard_groups` returns.
 
-    Each group is gathered for forward and for backward (the root's stays), and its gradients are
-    reduce-scattered: half of an all-reduce each. (Gloo's reduce-scatter is an all-reduce, which
-    takes twice as long as a ring's.)
+    Each group is gathered for forward and for backward (the last, which is the root's, stays), and
+    its gradients are reduce-scattered: half of an all-reduce each. (Gloo's reduce-scatter is an
+    all-reduce, and takes twice as long as a ring's.)
     """
     halves = [ring(p, size, alpha, beta) / 2 for size in groups]
     return 3 * sum(halves) - halves[-1]
@@ -87,8 +87,8 @@ def buckets(size):
 def step(compute, size, all_reduce, overlap):
     """Seconds of a step.
 
-    `compute` is the seconds without communication, of which the backward pass makes gradients at an
-    even rate. `size` is their bytes, and all_reduce(bytes) the seconds of an all-reduce.
+    `compute` is the seconds without communication; the backward pass makes gradients at an even
+    rate. `size` is the gradients' bytes, and all_reduce(bytes) the seconds of an all-reduce.
     """
     if not overlap:
         return compute + sum(all_reduce(bucket) for bucket in buckets(size))
@@ -105,7 +105,7 @@ def shard_groups(dataset, model):
     """The bytes of each group of weights that fsdp.py gathers at once; the last group has those
     that are in no block.
     """
-    # Without memory for the weights.
+    # On the meta device weights take no memory.
     with torch.device("meta"):
         built = {"mnist": digits, "cifar10": cifar}[dataset].build(model)
 

@@ -69,8 +69,7 @@ class Pair:
     """Someone else's script, and our recipe that does the same.
 
     `script` is a path in --peers, or one of this folder. `theirs` and `ours` are the commands;
-    `compare` fills in what is in braces. `changes` are lines of the recipe, and what the script has
-    instead.
+    `compare` fills in what is in braces. `changes` maps lines of the recipe to the script's.
     """
 
     script: str | Path
@@ -163,7 +162,7 @@ PEERS = {
     ),
     "timm's train.py on generated JPEGs, ResNet-18, one process": Pair(
         "pytorch-image-models/train.py",
-        # Its `sgd` has Nesterov's momentum. Crop and flip are its defaults, as they are ours.
+        # Its `sgd` has Nesterov's momentum. Its defaults for crop and flip are ours, too.
         "{venv}/python {script} --model resnet18 --opt momentum --lr 0.1 --weight-decay 1e-4 -b 32 "
         "-j 1 --warmup-epochs 0 --smoothing 0 --color-jitter 0 --train-interpolation bilinear "
         "--log-interval 1 --num-classes {classes} --epochs {epochs} --device {device} "
@@ -175,7 +174,7 @@ PEERS = {
 
 
 def lines_of_code(path):
-    """How many lines of a Python file hold code: not blank, no comment, no docstring."""
+    """How many lines of a Python file hold code, not comments or docstrings."""
     text = Path(path).read_text()
     no_code = {
         tokenize.COMMENT,
@@ -197,7 +196,7 @@ def lines_of_code(path):
 
 
 def missing(pair, args):
-    """What this machine lacks for a pair, or None."""
+    """The first thing that this machine lacks for a pair, or None."""
     needed = [args.peers / pair.script]
     if "{venv}" in pair.theirs:
         needed.append(args.peers / "venv" / "bin" / "python")
@@ -252,7 +251,7 @@ def accuracy(lines):
         r"Accuracy: (\d+/\d+) ",  # MNIST's example rounds its percentage to a whole number
         r"Accuracy: ([\d.]+)%",
         r"Acc@1 ([\d.]+) ",
-        r"Acc@1: +[\d.]+ \( *([\d.]+)\)",  # timm has the batch's, and in brackets the average
+        r"Acc@1: +[\d.]+ \( *([\d.]+)\)",  # timm: the batch's, and the average in brackets
     )
     found = "".join(re.findall("|".join(forms), text)[-1])
     correct, _, total = found.partition("/")
@@ -279,7 +278,7 @@ def images_per_sec(lines, images):
 
 
 def compare(args, name, work):
-    """The run of a pair: FIGURES of the script and of the recipe, a list with one for each turn."""
+    """Measure a pair: FIGURES of the script and of the recipe, each a list with one per turn."""
     pair = PEERS[name]
     script = args.peers / pair.script
     folder = Path(tempfile.mkdtemp(dir=work))
@@ -388,7 +387,7 @@ def chosen(args):
 
 
 def known(path, settings):
-    """The runs of an earlier start with the same settings that wrote `path`, or none."""
+    """The runs in `path`, if they were measured with the same settings, or none."""
     if not path.exists():
         return []
     (earlier,) = runs.read(path)

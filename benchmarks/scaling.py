@@ -25,7 +25,7 @@ WORK = {
     "mnist": {"model": "convnet", "batch": 64, "steps": 120, "epochs": 3},
     "cifar10": {"model": "resnet18", "batch": 32, "steps": 8, "epochs": 2},
 }
-# A few steps are too short to time.
+# A GPU takes a few steps too quickly to time them.
 ON_GPU = {"mnist": {"steps": 1500}, "cifar10": {"batch": 128, "steps": 300}}
 
 

@@ -65,7 +65,7 @@ class Classifier(L.LightningModule):
         self.ended = time.perf_counter()
 
     def on_train_epoch_end(self):
-        # After the validation of the epoch.
+        # Lightning calls this after the epoch's validation.
         accuracy = self.trainer.callback_metrics["val_accuracy"]
         images = len(self.trainer.train_dataloader.dataset)
         rate = images / (self.ended - self.began)

@@ -50,7 +50,7 @@ class Runs:
         self.folder = folder
         self.limit = None
         self.status = 0
-        # The batches for each mode; a run reads them in place of its own.
+        # The batches that a run of each mode reads in place of its own.
         self.batches = {}
         # Folders that a run has created to save in.
         self.new_folders = set()
@@ -309,7 +309,7 @@ def compare_figures(runs: Runs, share: Seen):
 
 
 def other_batches(share: Seen) -> dict:
-    """{place: {rank: batches}} of evaluations, regrouped, where batches have different sizes."""
+    """{place: {rank: batches}}: evaluations whose batches differ in size, regrouped."""
     found = {}
     for (loader, number), shares in share.passes().items():
         done = all(each["done"] and each["batches"] for each in shares.values())

@@ -88,13 +88,13 @@ class Command:
         return [line for _, line in self.printed if line.strip()]
 
     def last_words(self) -> str:
-        """The line with which a script ended, or the last line; torchrun prints more after it."""
+        """The last line that begins with "script.py: ", or else the last: torchrun prints more."""
         own = [line for line in self.lines() if re.match(r"\w+\.py: ", line)]
         return (own or self.lines() or [""])[-1]
 
 
 def logged(log_dir: Path, kind: str) -> list[dict]:
-    """The events of this kind in the results.jsonl of a recipe, so far."""
+    """The events of this kind that a recipe has written to results.jsonl so far."""
     file = Path(log_dir, "results.jsonl")
     events = results.read(file) if file.exists() else []
     return [event for event in events if event["event"] == kind]

@@ -139,7 +139,7 @@ def trained(events: list[dict]) -> tuple[float, float]:
 
 
 def time_of(event: dict) -> float:
-    """The seconds since its epoch began."""
+    """The seconds from the start of an event's epoch to the event."""
     return event["samples"] / event["perf/samples_per_sec"]
 
 
@@ -189,7 +189,7 @@ def speed_of(steps: list[dict]) -> float:
 
 
 def wait_for_steps(command, log_dir, seconds, hopeless):
-    """Return once it has trained for `seconds`, or has ended: the seconds to its first line."""
+    """Wait until it has trained for `seconds` or ended; return the seconds to its first line."""
     first_line = None
     while not command.has_ended() and time.perf_counter() - command.began < PATIENCE:
         time.sleep(0.1)
@@ -214,7 +214,7 @@ class Search:
         self.seconds = args.seconds
         self.on_gpu = on_gpu(args.device)
         self.interval = 1
-        # Flags for another number of processes, so that it trains the same.
+        # Flags that keep the training the same on another number of processes.
         self.same_training = []
         self.trials = {}
         self.slower = []
@@ -288,7 +288,7 @@ class Search:
 
 
 def default_of(args) -> Setting:
-    """The setting of the recipe with its own flags, one process for each device."""
+    """The setting of the recipe with the given flags, and one process per device."""
     processes = 1 if args.recipe.name == "single.py" else count_devices(args.device)
     precision = args.amp_dtype if args.recipe.name == "ddp_amp.py" else "fp32"
     return Setting(
@@ -307,7 +307,7 @@ def on_gpu(device: str) -> bool:
 
 
 def count_devices(device: str) -> int:
-    """The processes that share this machine: one per GPU, or per core."""
+    """How many processes share this machine: one per GPU, or per core."""
     if on_gpu(device):
         return torch.cuda.device_count()
     return len(devices.own_cores())
@@ -353,7 +353,7 @@ def loading(base: Setting, config: dict, device: str) -> list[Setting]:
 
 
 def find(args, given) -> None:
-    """Print the trials, what is slower, and the fastest line."""
+    """Print the trials, what is slower, and the fastest command."""
     search = Search(args, given)
     default = search.default
     began = time.perf_counter()

@@ -273,7 +273,7 @@ def is_alike(seen: Seen) -> bool:
 
 
 def shares_of_pass(loader: int, shares: dict) -> Finding | None:
-    """What is wrong with the shares of a pass, if all ranks have one."""
+    """What is wrong with the ranks' shares of a pass, or None."""
     length = next(iter(shares.values()))["length"]
     each = [flat(share) for share in shares.values()]
     samples = sum(map(len, each))

@@ -135,7 +135,7 @@ def sum_is_right(group, size):
 
 def seconds_of(group, size, repeats):
     """The seconds of an all-reduce of `size` bytes, in each repetition; the same on all ranks."""
-    tensor = torch.zeros(size // 4, device=group.device)  # zeros: repeated sums do not grow
+    tensor = torch.zeros(size // 4, device=group.device)  # repeated sums of zeros do not grow
     calls = 20 if group.device.type != "cpu" else max(1, min(20, 2**22 // size))
     own = []
     for _ in range(1 + repeats):  # the first one warms up

@@ -16,9 +16,7 @@ from common.process.cgroups import cgroup_folders, numbers_in
 
 
 def versions():
-    """The versions of Python, of the installed packages, and of the libraries under torch and
-    Horovod.
-    """
+    """The versions of Python, of installed packages, and of libraries that these use."""
     found = {"python": platform.python_version()}
     for package in ("torch", "torchvision", "horovod", "apex"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -27,7 +25,7 @@ def versions():
         found["CUDA"] = torch.version.cuda
         # torch sees AMD's GPUs as CUDA devices, and calls their library NCCL.
         found["ROCm"] = torch.version.hip
-        with contextlib.suppress(AttributeError):  # torch is built without it
+        with contextlib.suppress(AttributeError):  # torch was built without NCCL
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with contextlib.suppress(AttributeError):  # where Horovod has loaded no MPI
         text = ctypes.create_string_buffer(8192)
@@ -96,7 +94,7 @@ def memory_of_cgroup(root=Path("/")):
         if use and limit:
             lines = (folder / "memory.stat").read_text().splitlines()
             counts = dict(line.split() for line in lines)
-            # In version 1, a count without "total_" leaves out the groups within this one.
+            # In version 1, a count without "total_" leaves out nested cgroups.
             cache = sum(
                 int(counts.get(f"total_{part}", counts.get(part, 0)))
                 for part in ("active_file", "inactive_file")

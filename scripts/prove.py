@@ -180,7 +180,7 @@ class Proof:
         self.row("check.py", f"{verdict}: {text}")
 
     def explanations(self) -> list[str]:
-        """What the failed rows usually mean, without those that follow from another one."""
+        """What the failed rows usually mean, without rows that fail because of another one."""
         following = {each for wrong in self.wrong for each in FOLLOWING.get(wrong, ())}
         return [
             f"{self.wrong[wrong]}: {meaning}"
@@ -611,7 +611,7 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     if not {"global_batch", "peak_lr"} <= config.keys():
         proof.row(check, "not tried: the script lacks --global-batch-size or --scale-lr")
         return
-    # After two steps: during the first one SIGTERM would end it at once.
+    # Stop it after two steps: during the first one SIGTERM would end it at once.
     compare_rates(proof, whole, proof.run("rates", command, PROVE_TERM="2"), ranks)
     if steps_of(whole)[0]["has_batch_norm"]:
         proof.row("BatchNorm", "uses its rank's statistics; in the rows below, each sample's")
@@ -687,7 +687,7 @@ def compare_figures(proof: Proof, several: dict, one: dict, ranks: int, rounding
 
 
 def figures(recorded: Path) -> dict:
-    """The figures of the last evaluation, whose weights are given, and of the first step."""
+    """The figures of the last evaluation, which is of given weights, and of the first step."""
     found = {}
     for event in results.read(recorded / "log" / "results.jsonl"):
         of_event = figures_in(event)

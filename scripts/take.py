@@ -147,9 +147,9 @@ def commit() -> str:
 
 
 def say(recipe: Path, copy: Path) -> None:
-    """Print what was copied, what to install, and what to type."""
+    """Print what was copied, what to install, and what to run."""
     parts = {path.relative_to(ROOT).parts for path in needed(recipe) - {recipe}}
-    # Folders of modules, and modules beside the recipe.
+    # The names of folders, and of modules beside the recipe.
     beside = sorted({part[0] + "/" if part[0] in PACKAGES else part[-1] for part in parts})
     print(f"copied {copy}, {', '.join(beside)} (of commit {commit()})")
     packages = ["pip install -r " + shlex.quote(os.path.relpath(ROOT / "requirements.txt"))]
@@ -177,7 +177,7 @@ def main():
     args = parser.parse_args()
     recipe = args.recipe.resolve()
     if not recipe.exists():
-        # Relative to this repository, if called from another folder.
+        # A path relative to this repository, given in another folder.
         recipe = ROOT / args.recipe
     if recipe not in RECIPES:
         raise InputError(f"{args.recipe} is not a recipe: give one such as mnist/single.py")

@@ -243,7 +243,7 @@ MUTANTS = [
         {"better = value > self.value": "better = value < self.value"},
         "tests/common/test_metrics.py::test_best_is_the_highest",
     ),
-    # All is a function of seed and position.
+    # Everything is a function of seed and position.
     Mutant(
         "the share of rank 0 for all ranks",
         "common/data.py",
@@ -446,7 +446,7 @@ MUTANTS = [
         {"layer.to(part.weight.device)": "layer"},
         "tests/recipes/test_gpu.py::test_sync_bn[hvd.py]",
     ),
-    # What is imported, printed and written down.
+    # What is imported, printed and documented.
     Mutant(
         "torchvision is always imported",
         "cifar10/cifar.py",
@@ -735,7 +735,7 @@ def kill(mark: str) -> None:
                     process.kill()
                     found.append(process)
             except psutil.Error:
-                # It has ended.
+                # The process has ended.
                 pass
         psutil.wait_procs(found, timeout=10)
 
@@ -775,9 +775,9 @@ def verdict(status: int, bad: dict) -> str:
 
 
 def judge(mutant: Mutant, unfit: dict) -> tuple[str, float, str]:
-    """Return what became of a mutant, after how many seconds, and what pytest printed.
+    """Return (what became of a mutant, after how many seconds, what pytest printed).
 
-    If its test does not pass without it (see `unfit`), it does not run, and nothing was printed.
+    If its test does not pass without the mutant (see `unfit`), nothing runs.
     """
     reason = why_not(mutant, unfit)
     if reason:

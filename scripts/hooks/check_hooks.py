@@ -37,7 +37,7 @@ EVERY = 50
 BATCHES = 50
 STEPS = 10
 PASSES = 3
-# How many steps a run takes that is compared with others.
+# How many steps the compared runs take.
 COMPARED_STEPS = 3
 COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 GATHERS = ("all_gather", "gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
@@ -56,14 +56,14 @@ class Watcher:
         self.known_rank = int(os.environ.get("RANK", 0))
         self.told = set()
         self.steps = 0
-        # Horovod's step calls the step of the optimizer.
+        # How many steps are nested: Horovod's step calls the step of the optimizer.
         self.depth = 0
         self.optimizers = []
         self.names = {}
         self.weights = {}
         self.roots = {}
         self.kept = {"start": {}, "end": {}, "gradients": {}}
-        # The modules whose forward is running, outermost first; and {id: (module, whether nested)}.
+        # Modules whose forward is running, outermost first; then {id: (module, whether nested)}.
         self.running = []
         self.called = {}
         self.gathers = 0
@@ -625,7 +625,7 @@ def caller():
 
 
 def install(torch):
-    """Hook torch, as soon as the script has imported it."""
+    """Hook torch as soon as the script has imported it."""
     watcher = Watcher(torch)
     parts = {
         "weights, gradients and modes": hook_steps_and_forwards,

@@ -303,7 +303,7 @@ class Recorder:
                 yield f"{part}.{name}", weight
 
     def note_gradients(self, optimizer, args, kwargs):
-        """Before a step of any optimizer."""
+        """Note the gradients before a step of any optimizer."""
         self.with_gradient |= {
             name for name, weight in self.named_weights() if weight.grad is not None
         }
@@ -332,7 +332,7 @@ class Recorder:
         }
         if self.trained is None:
             self.trained = in_training
-        # Not those of an average of the weights, whose mode does not matter in a step.
+        # Leave out averages of the weights: their mode does not matter in a step.
         parts = {name.partition(".")[0] for name in self.with_gradient}
         gone = self.trained - in_training
         return sorted(f"{part}.{name}".strip(".") for part, name in gone if part in parts)
