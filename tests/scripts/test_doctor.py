@@ -225,8 +225,8 @@ def test_ranks_that_differ(tmp_path):
             "mpirun started 2 processes, but this one is rank 0 of 1.* torchrun needs --nnodes=2",
         ),
         # Horovod is built with Open MPI: each process is alone.
-        ("PMI_SIZE=2 python", "the mpirun of MPICH started 2 of these.* use horovodrun"),
-        ("SLURM_STEP_NUM_TASKS=2 python", "srun started 2 of these.* needs srun --mpi=pmix"),
+        ("PMI_SIZE=2 python", "the mpirun of MPICH started 2 processes.* use horovodrun"),
+        ("SLURM_STEP_NUM_TASKS=2 python", "srun started 2 processes.* needs srun --mpi=pmix"),
     ],
     ids=["mpirun", "MPICH", "srun"],
 )

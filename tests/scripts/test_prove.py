@@ -185,7 +185,7 @@ SEEN_AT_ONCE = [
         "a state of each rank",
         LOOP,
         "    run.best.update(world.rank)\n" + LOOP,
-        {"replicas": r"\*\*no\*\* from step 1: best.\w+ of rank 1 differs from rank 0"},
+        {"replicas": r"\*\*no\*\*, from step 1: best.\w+ of rank 1 differs from rank 0"},
     ),
     Fault(
         "the same dropout on all ranks",
@@ -404,7 +404,7 @@ def test_three_ranks(forked, tmp_path, capsys):
     )
     script = write([lost], tmp_path)
     for seed, result in (
-        (0, r"same (bits|to rounding)"),
+        (0, r"same (bits|up to rounding)"),
         (1, r"\*\*differs\*\* from step 6: [\de.-]+ of its update"),
     ):
         command = f"torchrun --nproc-per-node=3 {script} {FLAGS} --seed {seed}"
