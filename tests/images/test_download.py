@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from cifar10 import cifar
 from common.errors import InputError
-from common.process import launch
+from common.process import launch, signals
 from mnist import digits
 
 pytestmark = pytest.mark.check
@@ -243,6 +243,8 @@ def test_two_processes_that_cannot_download(mnist, tmp_path, monkeypatch, capfd)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ended_by_a_signal(number, mnist, tmp_path, monkeypatch):
     """It leaves nothing: `ln -s /datasets data` would else make a link in an empty folder."""
+    # The thread that handles SIGINT gets no time.
+    monkeypatch.setattr(signals, "start_thread", lambda process: None)
     with Server(mnist, "stalled") as server:
         monkeypatch.setattr(MNIST, "mirrors", [server.url])
         fork = multiprocessing.get_context("fork")
