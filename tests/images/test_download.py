@@ -160,18 +160,6 @@ def test_spoiled(fault, dataset, request, tmp_path, monkeypatch):
     assert socket.getdefaulttimeout() is None, "it is as before"
 
 
-def test_second_mirror(mnist, tmp_path, monkeypatch, real_data):
-    with Server(mnist) as down:
-        pass
-    with Server(mnist) as good:
-        monkeypatch.setattr(MNIST, "mirrors", [down.url, good.url])
-        train, val = digits.load(tmp_path / "data", None, 0)
-    assert (len(train), len(val)) == (60_000, 10_000)
-    for name in digits.FILES:
-        assert (tmp_path / "data" / name).read_bytes() == (real_data("mnist") / name).read_bytes()
-    assert files_in(tmp_path / "data") == sorted(digits.FILES), "nothing else is left"
-
-
 def test_archive(cifar10, tmp_path, monkeypatch):
     with Server(cifar10) as server:
         monkeypatch.setattr(CIFAR10, "url", server.url + CIFAR10.filename)
