@@ -126,18 +126,18 @@ def start(command: list[str], more: dict, output, limit: float | None) -> int:
 
 def on_one_process(command: list[str]) -> list[str] | None:
     """The command for one process; None if no option before the script sets their number."""
-    options = ("--nproc-per-node", "--nproc_per_node", "--nproc", "-np", "-n", "--np")
-    changed = list(command)
-    for number, word in enumerate(command):
-        if word.endswith(".py"):
-            return None
-        if word in options and command[number + 1].isdigit():
-            changed[number + 1] = "1"
-            return changed
-        option, equals, _ = word.partition("=")
-        if equals and option in options:
-            changed[number] = f"{option}=1"
-            return changed
+    number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|--np|-np|-n)(=\d+)?$")
+    for place, word in enumerate(command):
+        # The words after the script are its flags.
+        is_module = place > 0 and command[place - 1] == "-m"
+        is_launcher = word.startswith("torch.distributed.")
+        if word.endswith(".py") or (is_module and not is_launcher):
+            break
+        if found := number.match(word):
+            if found[2]:
+                return [*command[:place], f"{found[1]}=1", *command[place + 1 :]]
+            if command[place + 1].isdecimal():
+                return [*command[: place + 1], "1", *command[place + 2 :]]
     return None
 
 
@@ -272,7 +272,6 @@ def ratio_of_gradients(folder: Path, ranks: int) -> tuple[float, float]:
 
     several = [torch.load(folder / "share" / f"share-{rank}.pt") for rank in range(ranks)]
     one = torch.load(folder / "one" / "one-0.pt")["gradients"]
-    product = square = 0.0
     pairs = []
     for name, gradient in one.items():
         if name not in several[0]["gradients"]:

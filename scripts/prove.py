@@ -34,6 +34,7 @@ import torch
 from common import checkpoint, flags, results
 from common.errors import InputError, RunError
 from scripts import findings
+from scripts.check import on_one_process
 from scripts.hooks.hook_tools import checksum, leaves
 
 # Save every five steps, and send signals between two saves. Both interrupt groups of two, three,
@@ -388,29 +389,6 @@ def distance(ours: dict, theirs: dict, start: dict) -> float:
     return (apart / whole) ** 0.5 if whole else apart
 
 
-def on_one_process(command: list[str], config: dict) -> list[str] | None:
-    """The command for one process, or None if no option sets the number of processes.
-
-    `config` has the flags of the script, from a checkpoint.
-    """
-    # mp.spawn: the script itself starts the processes, and the last --gpus counts.
-    if "mp.spawn" in config.get("saved_by", "") and config.get("nodes") == 1:
-        return [*command, "--gpus", "1"]
-    number = re.compile(r"(--nproc[-_]per[-_]node|--nproc|--ntasks|-np|-n)(=\d+)?$")
-    for place, word in enumerate(command):
-        # The words after the script are its flags.
-        is_module = place > 0 and command[place - 1] == "-m"
-        is_launcher = word.startswith("torch.distributed.")
-        if word.endswith(".py") or (is_module and not is_launcher):
-            break
-        if found := number.match(word):
-            if found[2]:
-                return [*command[:place], f"{found[1]}=1", *command[place + 1 :]]
-            if command[place + 1].isdecimal():
-                return [*command[: place + 1], "1", *command[place + 2 :]]
-    return None
-
-
 def prove(proof: Proof) -> None:
     kept = f"{CHECKPOINT_EVERY + 1},{SIGNAL_AFTER + 1}"
     whole = proof.run("whole", PROVE_KEEP=kept)
@@ -604,7 +582,10 @@ def compare_with_one(proof: Proof, whole: Path, ranks: int) -> None:
     check = f"one process in place of {ranks}"
     saved, _ = checkpoint.read(whole / "log" / "last.pt")
     config = saved["config"]
-    command = on_one_process(proof.command, config)
+    command = on_one_process(proof.command)
+    # mp.spawn: the script itself starts the processes, and the last --gpus counts.
+    if "mp.spawn" in config.get("saved_by", "") and config.get("nodes") == 1:
+        command = [*proof.command, "--gpus", "1"]
     if command is None:
         proof.row(check, "not tried: the command sets no number of processes")
         return

@@ -24,13 +24,6 @@ def training(batch_size=8, rank=0, world_size=1, seed=0):
     return sampler, cifar.CropFlipLoader(train_set, sampler, batch_size, CPU)
 
 
-def read_epoch(train, epoch, start=0):
-    sampler, loader = train
-    sampler.set_epoch(epoch, start)
-    images, labels = zip(*loader, strict=True)
-    return torch.cat(images), torch.cat(labels)
-
-
 def test_every_crop_is_one_of_the_padded_image():
     images = torch.randint(256, (40, 3, 12, 12), dtype=torch.uint8)
     dataset = TensorDataset(images, torch.arange(40))
@@ -75,19 +68,6 @@ def test_batches_do_not_depend_on_the_number_of_processes():
             ]
             assert torch.equal(theirs[0], images)
             assert torch.equal(theirs[1], labels)
-
-
-def test_an_epoch_reads_each_image_once_and_goes_on_where_it_was():
-    train = training()
-    sampler, _ = train
-    sampler.set_epoch(2)
-    indices = list(sampler)
-    assert len(set(indices)) == len(indices) == 496, "62 batches of 8; 4 of 500 images are left"
-    assert list(sampler) == indices
-    images, labels = read_epoch(train, 2)
-    rest, their_labels = read_epoch(train, 2, start=80)
-    assert torch.equal(rest, images[80:])
-    assert torch.equal(their_labels, labels[80:])
 
 
 def test_resnet18():

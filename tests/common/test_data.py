@@ -65,29 +65,6 @@ def test_sampler_without_shuffling():
         assert steps(ranks, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]][start // 4 :]
 
 
-@given(
-    length=st.integers(100, 1000),
-    epoch=st.integers(0, 5),
-    seed=seeds,
-    pieces=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(1, 8), st.floats(0, 1)), min_size=1, max_size=5
-    ),
-)
-def test_each_sample_once_on_changing_numbers_of_processes(length, epoch, seed, pieces):
-    """An epoch in pieces, each on other processes with another batch, uses no sample twice.
-
-    Only what does not fill a global batch of the last piece is left out.
-    """
-    used = []
-    for number, (batch, world_size, share) in enumerate(pieces, 1):
-        whole = steps(samplers(length, batch, seed, world_size, epoch, len(used)), batch)
-        done = len(whole) if number == len(pieces) else int(share * len(whole))
-        used += [index for step in whole[:done] for index in step]
-    assert len(set(used)) == len(used)
-    assert length - len(used) < batch * world_size
-    assert used == list(samplers(length, 1, seed, 1, epoch)[0])[: len(used)]
-
-
 @given(**shapes, seed=seeds, data=st.data())
 def test_an_epoch_up_to_a_step(batch, world_size, extra, seed, data):
     """Two parts of an epoch, of which the first has so many steps, are together the whole."""

@@ -1,6 +1,5 @@
 """Flags on the command line."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,6 @@ from common import flags
 from common.errors import InputError
 
 pytestmark = pytest.mark.check
-
-
-def test_a_flag_may_have_an_underscore(monkeypatch):
-    parser = flags.Parser("A script.")
-    parser.add_argument("--my_flag", type=int)
-    monkeypatch.setattr(sys, "argv", ["script", "--my_flag", "3"])
-    assert parser.parse_args().my_flag == 3
 
 
 @pytest.fixture

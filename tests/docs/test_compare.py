@@ -78,10 +78,31 @@ def test_keys(page):
     page.keyboard.press("n")
     page.keyboard.press("n")
     assert "torchrun" in page.locator("tr.current").inner_text()
+    page.get_by_title("previous change").click()
+    assert "one device" in page.locator("tr.current").inner_text()
+    # A list that has the focus leaves the letters to the page.
+    page.get_by_label("right").focus()
     page.keyboard.press("x")
     assert address(page) == "#mnist/ddp_launch.py...mnist/single.py"
+    page.get_by_label("right").blur()
     page.keyboard.press("ArrowRight")
     assert address(page) == "#mnist/ddp_launch.py...mnist/dp.py"
+
+
+def test_the_place_stays_when_equal_lines_unfold(page):
+    page.goto(f"{ADDRESS}#mnist/single.py...mnist/ddp_launch.py")
+    line = page.locator("tr", has_text="ddp_model = Distributed")
+    line.evaluate("row => scrollTo(0, row.offsetTop - 100)")
+    before = line.bounding_box()["y"]
+    page.keyboard.press("f")
+    assert abs(line.bounding_box()["y"] - before) < 2
+
+
+def test_the_part_of_a_line_that_differs_is_marked(page):
+    page.goto(f"{ADDRESS}#mnist/single.py...mnist/ddp_launch.py")
+    parts = "side => [...CSS.highlights.get(side)].map(String)"
+    assert ", world.size" in page.evaluate(parts, "right")
+    assert "len(val_set)" in page.evaluate(parts, "left")
 
 
 def test_a_narrow_window_and_a_dark_screen(page):

@@ -51,7 +51,7 @@ def change(text, block):
     return "\n".join(changed) + "\n"
 
 
-def port(heading, to, recipe="ddp_launch.py", more=(), float64=True):
+def port(heading, to, recipe="ddp_launch.py", more=()):
     """Apply a section, and `more` diff blocks, to a copy of a recipe of mnist/; return its path.
 
     A block that changes nothing is about a line that this recipe does not have.
@@ -59,8 +59,6 @@ def port(heading, to, recipe="ddp_launch.py", more=(), float64=True):
     folder = in_float64(to, "mnist")
     path = folder / recipe
     text = path.read_text()
-    if not float64:
-        text = text.replace("torch.set_default_dtype(torch.float64)\n", "")
     imports = "import mine\nfrom common.process.workers import data_loader\n"
     text = text.replace("\nimport digits ", f"\n{imports}import digits ")
     found = set()

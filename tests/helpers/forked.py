@@ -245,7 +245,7 @@ class ForkedJob(launch.Job):
     """A Job in forked processes. Its command begins with python, torchrun or horovodrun --gloo.
 
     Without `agent` there is no torchrun: its ranks alone, and the highest of their statuses.
-    With `disk`, a folder and a size, that folder is a small disk, as with launch.on_small_disk.
+    With `disk`, a folder and a size, that folder is a small disk, which is copied at the end.
     """
 
     def __init__(self, command, cwd, agent=True, disk=None, **environment):

@@ -149,14 +149,6 @@ class Job:
                 pass
         return found
 
-    def command_lines(self):
-        """[(process, [word of its command line])] of those that still run."""
-        found = []
-        for process in self.alive():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found.append((process, process.cmdline()))
-        return found
-
     def wait_for(self, text):
         """Return once it has printed `text`."""
         wait_until(lambda: text in self.output(), self)
@@ -288,20 +280,6 @@ def everything(folder):
 def need_mounts():
     unshare = subprocess.run(["unshare", "-m", "true"], capture_output=True)
     need(os.geteuid() == 0 and unshare.returncode == 0, "root and unshare, to mount a small disk")
-
-
-def on_small_disk(command, cwd, size, at):
-    """`command` in a mount namespace of its own where `at` is a disk of `size`.
-
-    What is on it at the end is copied.
-    """
-    need_mounts()
-    (cwd / at).mkdir(exist_ok=True)
-    (cwd / "command.sh").write_text(
-        f"mount -t tmpfs -o size={size} tmpfs {at}\n{command}\nstatus=$?\n"
-        f"cp -a {at} copy\nexit $status\n"
-    )
-    return "unshare -m bash command.sh"
 
 
 def as_nobody(folder, function, *arguments):

@@ -176,6 +176,6 @@ def test_ctrl_c_as_process_1(tmp_path):
     )
     job = Job("exec unshare --pid --fork python script.py", tmp_path)
     job.wait_for("waits")
-    (process_1,) = (process for process, words in job.command_lines() if words[0] == "python")
+    (process_1,) = [process for process in job.alive() if process.cmdline()[0] == "python"]
     process_1.send_signal(signal.SIGINT)
     assert job.finish() == 128 + signal.SIGINT

@@ -427,6 +427,24 @@ def test_long_passes_are_cut(checked, images, tmp_path):
     assert len(wrong_of(rows)) == 1, rows
 
 
+@pytest.mark.parametrize(
+    "command, expected",
+    [
+        ("torchrun --nproc-per-node=4 train.py --top-n 5", "--nproc-per-node=1 train.py --top"),
+        ("torchrun --nproc_per_node 4 -m my.train -n 4", "--nproc_per_node 1 -m my.train -n 4"),
+        ("torchrun -m my.train -n 4", None),
+        ("python -m torch.distributed.run --nproc=4 train.py", "run --nproc=1 train.py"),
+        ("mpirun -np 4 python train.py -np 4", "mpirun -np 1 python train.py -np 4"),
+        ("python train.py -n 4", None),
+        ("torchrun --nproc-per-node=gpu train.py -n 4", None),
+    ],
+)
+def test_the_command_for_one_process(command, expected):
+    """Only what stands before the script's name is the launcher's."""
+    words = check.on_one_process(shlex.split(command))
+    assert (expected in shlex.join(words)) if expected else (words is None)
+
+
 def test_the_lines_of_minimal():
     assert all(findings.line_of(*place) for place in findings.RIGHT.values())
 

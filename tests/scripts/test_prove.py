@@ -417,28 +417,6 @@ def test_three_ranks(forked, tmp_path, capsys):
         assert re.match(result, table(said)[CHECKS["SIGKILL"]]), said
 
 
-SPAWNED = {"saved_by": "DDP, mp.spawn, world size 2", "nodes": 1}
-
-
-@pytest.mark.parametrize(
-    "command, config, expected",
-    [
-        ("torchrun --nproc-per-node=4 train.py --top-n 5", {}, "--nproc-per-node=1 train.py --top"),
-        ("torchrun --nproc_per_node 4 -m my.train -n 4", {}, "--nproc_per_node 1 -m my.train -n 4"),
-        ("torchrun -m my.train -n 4", {}, None),
-        ("python -m torch.distributed.run --nproc=4 train.py", {}, "run --nproc=1 train.py"),
-        ("mpirun -np 4 python train.py -np 4", {}, "mpirun -np 1 python train.py -np 4"),
-        ("python train.py -n 1 -g 2", SPAWNED, "python train.py -n 1 -g 2 --gpus 1"),
-        ("python train.py -g 2", {"saved_by": "one device"}, None),
-        ("torchrun --nproc-per-node=gpu train.py -n 4", {}, None),
-    ],
-)
-def test_the_command_for_one_process(command, config, expected):
-    """Only what stands before the script's name is the launcher's."""
-    words = prove.on_one_process(shlex.split(command), config)
-    assert (expected in shlex.join(words)) if expected else (words is None)
-
-
 def test_the_rank_that_failed_first(tmp_path):
     """What the others say of it comes before and after."""
     printed = tmp_path / "output"

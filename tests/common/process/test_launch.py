@@ -2,14 +2,13 @@
 
 import multiprocessing
 import os
-import re
 import resource
 import signal
 
 import numpy as np
 import pytest
 import torch
-from forked import ForkedJob, compute
+from forked import compute
 from launch import one_line, run
 from recipes import ROOT, STEP, changed_copy
 
@@ -48,18 +47,6 @@ def test_open_files():
     after, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert after == min(launch.OPEN_FILES, before[1])
-
-
-def test_torchrun_says_why_a_rank_failed(tmp_path):
-    """The recipe says it once, and torchrun in its last lines, as that may be far above."""
-    torchrun = "torchrun --standalone --nproc-per-node=2"
-    job = ForkedJob(f"{torchrun} {ROOT}/mnist/ddp_launch.py --no-such-flag", tmp_path)
-    assert job.finish() == 1
-    of_ranks, _, root_cause = job.output().partition("Root Cause (first observed failure):")
-    assert len(re.findall(r"^ddp_launch.py: .*: --no-such-flag", of_ranks, re.M)) == 1
-    says = r"^ +traceback : .*: --no-such-flag \(--help lists the flags\)$"
-    assert re.search(says, root_cause, re.M)
-    assert "error_file: <N/A>" not in root_cause
 
 
 CELLS = f"""

@@ -1,6 +1,5 @@
 """Signals that are acted on in a thread, at once and without harm, and those that ask to stop."""
 
-import os
 import signal
 import time
 
@@ -74,19 +73,6 @@ def test_a_fork_acts_itself(tmp_path):
 def test_a_storm_of_signals_does_not_hang(tmp_path):
     (tmp_path / "storm.py").write_text(STORM)
     assert compute("python storm.py", tmp_path, PYTHONPATH=str(ROOT)) == "True\n"
-
-
-@pytest.mark.check
-def test_a_stop_is_requested_by_both_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    for number in before:
-        stop = StopSignal()
-        stop.listen()
-        assert not stop.requested
-        os.kill(os.getpid(), number)
-        assert stop.requested
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def averages(loss, samples):
