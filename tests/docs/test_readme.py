@@ -32,8 +32,8 @@ COMMAND = re.compile(rf"(\w+=\S+ )*({PROGRAMS}) .+")
 PART = re.compile(
     r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL
 )
-# Headings of tables that begin with what is printed
-ERRORS = ("When something goes wrong", "Error messages")
+# The heading of tables that begin with what is printed
+ERRORS = "Error messages"
 # What is in a command that is not run here, and why
 NOT_HERE = {
     "node1": "two machines: tests/slurm/",
@@ -89,7 +89,7 @@ def commands_of(document):
                 found.append(command)
         command = " ".join((span or "").split())
         first_cell = text[text.rfind("\n", 0, part.start()) : part.start()].count("|") == 1
-        if COMMAND.fullmatch(command) and not (first_cell and heading in ERRORS):
+        if COMMAND.fullmatch(command) and not (first_cell and heading == ERRORS):
             found.append(command)
     return found
 
