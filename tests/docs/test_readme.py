@@ -44,7 +44,6 @@ NOT_HERE = {
     "py-spy dump": "typed into that shell",
     "sky launch": "a cloud; tests/kubernetes/ reads the file",
     "PREEMPTIONS=": "ten minutes",
-    "scripts/pin.sh": "tests/scripts/test_scripts.py",
     "scripts/usage.py": "tests/scripts/test_scripts.py",
     "kill %1": "it ends scripts/usage.py",
     "scripts/check.py": "tests/scripts/test_check.py",
