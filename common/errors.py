@@ -41,7 +41,8 @@ def show(line: str) -> None:
     Many lines quote untrusted files, such as class names in a checkpoint: so they are escaped.
     """
     try:
-        print(printable(line), flush=True)
+        # In one write, so that the lines of several ranks do not mix.
+        print(f"{printable(line)}\n", end="", flush=True)
     except OSError:
         # Else Python fails again when it flushes stdout at exit.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

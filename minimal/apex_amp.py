@@ -143,4 +143,7 @@ if __name__ == "__main__":
     # dist: where the processes meet: an address and a free port of the first machine.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+    if args.nodes > 1:
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        print(f"machine {args.nr} of {args.nodes}: all of them meet at {where}")
     mp.spawn(run, (args,), args.gpus)

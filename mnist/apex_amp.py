@@ -108,7 +108,7 @@ def connect(args):
     dist.init_process_group(backend, timeout=timeout, device_id=device.index)
     # dist: only rank 0 writes files. Every few steps an all-reduce adds up the metrics, and tells
     # all ranks whether one got a signal, so that they stop after the same step.
-    strategy = f"Apex {args.opt_level}, torchrun"
+    strategy = f"Apex {args.opt_level}"
     return World(device, dist.get_rank(), dist.get_world_size(), dist.all_reduce, strategy)
 
 

@@ -127,3 +127,16 @@ def image():
     """A function that gives the name of the image of a target of the Containerfile."""
     need_podman()
     return functools.cache(build)
+
+
+# No longer than a module: in the meantime this process has a running event loop.
+@pytest.fixture(scope="module")
+def browser():
+    need(shutil.which("chromium"), "apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Chromium refuses its sandbox to root.
+        yield playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )

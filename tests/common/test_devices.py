@@ -71,7 +71,7 @@ PLACES = {
     "srun binds nothing": (64, 64, {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, 16),
     "torchrun": (64, 64, {"LOCAL_WORLD_SIZE": "4"}, 16),
     "torchrun in a container of 8 cores": (8, 8, {"LOCAL_WORLD_SIZE": "4"}, 2),
-    "torchrun and scripts/pin.sh": (16, 64, {"LOCAL_WORLD_SIZE": "4"}, 16),
+    "torchrun, and taskset for each process": (16, 64, {"LOCAL_WORLD_SIZE": "4"}, 16),
     "torchrun in a task of srun": (
         32,
         32,

@@ -1,9 +1,6 @@
 """docs/compare.html, in a browser."""
 
-import shutil
-
 import pytest
-from launch import need
 from recipes import ROOT
 
 from docs import compare
@@ -15,18 +12,6 @@ ADDRESS = (ROOT / "docs" / "compare.html").as_uri()
 def test_it_has_the_scripts_as_they_are():
     page = (ROOT / "docs" / "compare.html").read_text()
     assert page == compare.page(), "run: python docs/compare.py"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    need(shutil.which("chromium"), "apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # Chromium refuses its sandbox to root.
-        yield playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ COMMAND = re.compile(rf"(\w+=\S+ )*({PROGRAMS}) .+")
 PART = re.compile(
     r"^```(\w*)\n(.*?)^```$|^#+ ([^\n]+)$|^ {4}([^\n]+)$|`([^`]+)`", re.MULTILINE | re.DOTALL
 )
-# Headings of tables that begin with what is printed
-ERRORS = ("When something goes wrong", "Error messages")
+# The heading of tables that begin with what is printed
+ERRORS = "Error messages"
 # What is in a command that is not run here, and why
 NOT_HERE = {
     "node1": "two machines: tests/slurm/",
@@ -44,7 +44,6 @@ NOT_HERE = {
     "py-spy dump": "typed into that shell",
     "sky launch": "a cloud; tests/kubernetes/ reads the file",
     "PREEMPTIONS=": "ten minutes",
-    "scripts/pin.sh": "tests/scripts/test_scripts.py",
     "scripts/usage.py": "tests/scripts/test_scripts.py",
     "kill %1": "it ends scripts/usage.py",
     "scripts/check.py": "tests/scripts/test_check.py",
@@ -89,7 +88,7 @@ def commands_of(document):
                 found.append(command)
         command = " ".join((span or "").split())
         first_cell = text[text.rfind("\n", 0, part.start()) : part.start()].count("|") == 1
-        if COMMAND.fullmatch(command) and not (first_cell and heading in ERRORS):
+        if COMMAND.fullmatch(command) and not (first_cell and heading == ERRORS):
             found.append(command)
     return found
 

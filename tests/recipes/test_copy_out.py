@@ -56,4 +56,4 @@ def test_an_example_needs_only_common(tmp_path):
         assert folders == {"examples", "common"}
     take.take(recipe, tmp_path, "train.py")
     output = compute(f"{TORCHRUN.format('train.py')} --device cpu --dry-run", cwd=tmp_path)
-    assert output.startswith(f"{name}: DDP, torchrun | world size 2")
+    assert output.startswith(f"{name}: DDP | world size 2")

@@ -86,10 +86,10 @@ STRATEGIES = {
     "horovodrun": "Horovod, (MPI|Gloo)",  # it takes MPI if there is one
     "mpirun": "Horovod, MPI",
     "spawn.py": r"DDP, mp\.spawn",
-    "ddp_amp.py": r"DDP \+ torch\.amp, torchrun",
-    "fsdp.py": "FSDP, torchrun",
-    "apex_amp.py": "Apex O., torchrun",
-    "torch": "DDP, torchrun",
+    "ddp_amp.py": r"DDP \+ torch\.amp",
+    "fsdp.py": "FSDP",
+    "apex_amp.py": "Apex O.",
+    "torch": "DDP",
     "dp.py": r"DataParallel, (no GPU|\d+ GPU\(s\) with [\d.]+ images each)",
     "single.py": "one device",
 }

@@ -1,14 +1,12 @@
-"""scripts/export.py, summarize_runs.py, usage.py, install_horovod.sh and pin.sh."""
+"""scripts/export.py, summarize_runs.py, usage.py and install_horovod.sh."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 from pathlib import Path
 
-import pytest
 import torch
 from forked import compute, refused
 from launch import HOROVOD, Job, assert_same, need, need_horovod, run, wait_until
@@ -151,32 +149,6 @@ def test_horovod_has_nccl_where_nvcc_is():
     nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
     need(nvcc.exists(), f"the CUDA toolkit, then again {HOROVOD}")
     assert hvd.nccl_built()
-
-
-@pytest.mark.parametrize(
-    "start",
-    [
-        "export LOCAL_WORLD_SIZE=2; LOCAL_RANK=0 {0}; LOCAL_RANK=1 {0}",
-        "export HOROVOD_LOCAL_SIZE=2; HOROVOD_LOCAL_RANK=0 {0}; HOROVOD_LOCAL_RANK=1 {0}",
-        "mpirun --bind-to none -np 2 {0}",
-    ],
-    ids=["torchrun", "horovodrun", "mpirun"],
-)
-def test_pin(start, tmp_path):
-    """Each of two processes has half of the cores, and a thread for each."""
-    need("mpirun" not in start or shutil.which("mpirun"), "apt-get install openmpi-bin")
-    half = len(os.sched_getaffinity(0)) // 2
-    need(half > 0, "two cores")
-    # In one write: two ranks' print() could mix.
-    (tmp_path / "show.py").write_text(
-        "import os; cores = ' '.join(map(str, os.sched_getaffinity(0)))\n"
-        "os.write(1, f\"cores {cores} {os.environ['OMP_NUM_THREADS']}\\n\".encode())\n"
-    )
-    shown = run(start.format(f"{ROOT}/scripts/pin.sh show.py"), tmp_path)
-    shares = [list(map(int, numbers.split())) for numbers in re.findall(r"cores ([\d ]+)", shown)]
-    assert len(shares) == 2
-    assert all(threads == len(own) == half for *own, threads in shares)
-    assert len({core for *own, _ in shares for core in own}) == 2 * half, "they share no core"
 
 
 def test_horovod_from_another_file(tmp_path):
