@@ -570,7 +570,7 @@ MUTANTS = [
     Mutant(
         "names with control characters of a terminal",
         "common/errors.py",
-        {"print(printable(line), flush=True)": "print(line, flush=True)"},
+        {'f"{printable(line)}': 'f"{line}'},
         "tests/common/test_untrusted.py::test_nothing_that_a_terminal_acts_on_is_printed",
     ),
     Mutant(

@@ -160,12 +160,12 @@ def repository(copy, tmp_path):
 
 def shortened(command):
     """Append flags with which it takes a second."""
-    script = re.search(r"(?:pretended_gpu\.py )?([\w/.]+\.py)", command)[1]
+    script = re.search(r"(?:fake_gpu\.py )?([\w/.]+\.py)", command)[1]
     flags = [flags for start, flags in SHORTER.items() if script.startswith(start)]
     if " -G " in command:
         flags.append("-G 32")
     if RECIPE.match(script):
-        if not re.search("pretended_gpu|--cuda-graph", command):
+        if not re.search("fake_gpu|--cuda-graph", command):
             flags.append("--device cpu")
         if "--log-dir" not in command:
             flags.append("--dry-run")

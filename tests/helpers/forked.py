@@ -21,8 +21,8 @@ import sys
 import types
 from pathlib import Path
 
+import fake_gpu
 import launch
-import pretended_gpu
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -178,8 +178,8 @@ def run_script(words):
         hooks = launch.ROOT / "scripts" / "hooks"
         sys.path.append(str(hooks))
         runpy.run_path(str(hooks / "sitecustomize.py"))
-    if "PRETENDED_GPUS" in os.environ:
-        pretended_gpu.run(words[0])
+    if "FAKE_GPUS" in os.environ:
+        fake_gpu.run(words[0])
     else:
         runpy.run_path(words[0], run_name="__main__")
 

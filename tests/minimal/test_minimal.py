@@ -250,7 +250,7 @@ def one_process(in_float64, few, tmp_path_factory):
     "strategy", ["single", "dp", "ddp_launch", "ddp_spawn", "fsdp", "hvd_gloo"]
 )
 def test_two_processes_compute_what_one_does(strategy, in_float64, one_process, few, tmp_path):
-    """On pretended GPUs, over two epochs, so that set_epoch counts.
+    """On fake GPUs, over two epochs, so that set_epoch counts.
 
     Each of the 301 test images counts once.
     """
@@ -258,7 +258,7 @@ def test_two_processes_compute_what_one_does(strategy, in_float64, one_process, 
     device = "cpu" if strategy == "fsdp" else "cuda"
     batch = ONE if strategy in ("single", "dp") else TWO
     command = f"{command_of(strategy, 2, in_float64)} {batch} --epochs 2 --device {device}"
-    weights, accuracies = train(command, few, tmp_path, PRETENDED_GPUS="2")
+    weights, accuracies = train(command, few, tmp_path, FAKE_GPUS="2")
     assert largest_difference(weights, one_process[0]) < 1e-9
     assert accuracies == one_process[1]
 
@@ -291,17 +291,17 @@ def test_machines_with_a_shared_folder_download_once(strategy, few, tmp_path):
     assert len(accuracies) == 1
 
 
-def test_amp_on_a_pretended_gpu(more, tmp_path):
+def test_amp_on_a_fake_gpu(more, tmp_path):
     command = f"{command_of('ddp_amp', 2)} {TWO}"
-    _, accuracies = train(command, more, tmp_path, PRETENDED_GPUS="2")
+    _, accuracies = train(command, more, tmp_path, FAKE_GPUS="2")
     assert accuracies[-1] > 80
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_apex_on_a_pretended_gpu(processes, apex, more, tmp_path):
+def test_apex_on_a_fake_gpu(processes, apex, more, tmp_path):
     """It learns, and its weights are in fp32."""
     command = f"{command_of('apex_amp', processes)} {TWO}"
-    environment = {"PRETENDED_GPUS": str(processes), "PYTHONPATH": apex}
+    environment = {"FAKE_GPUS": str(processes), "PYTHONPATH": apex}
     weights, accuracies = train(command, more, tmp_path, **environment)
     assert weights["0.weight"].dtype == torch.float32
     assert len(accuracies) == 3

@@ -1,4 +1,4 @@
-"""Every recipe on a pretended GPU (pretended_gpu.py): the results of a CPU, and no waits."""
+"""Every recipe on a fake GPU (fake_gpu.py): the results of a CPU, and no waits."""
 
 import json
 import re
@@ -53,11 +53,11 @@ def command_of(recipe, flags):
     return f"{START.get(recipe.name, TWO)} {recipe} {flags}"
 
 
-def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
-    """What a recipe prints on pretended GPUs, and its steps, each (launches, [lines that wait])."""
+def on_fake_gpus(recipe, flags, cwd, gpus=2, status=0, **environment):
+    """What a recipe prints on fake GPUs, and its steps, each (launches, [lines that wait])."""
     steps = cwd / "steps"
     steps.unlink(missing_ok=True)
-    environment |= {"PRETENDED_GPUS": str(gpus), "PRETENDED_STEPS": str(steps)}
+    environment |= {"FAKE_GPUS": str(gpus), "FAKE_STEPS": str(steps)}
     printed = compute(command_of(recipe, flags), cwd, status, **environment)
     lines = steps.read_text().splitlines() if steps.exists() else []
     return printed, [json.loads(line) for line in lines]
@@ -65,12 +65,12 @@ def pretended(recipe, flags, cwd, gpus=2, status=0, **environment):
 
 def kill_after(steps, recipe, flags, cwd, **environment):
     """Let each rank kill itself after so many steps."""
-    environment |= {"PRETENDED_GPUS": "2", "KILLED_AFTER": str(steps)}
+    environment |= {"FAKE_GPUS": "2", "KILLED_AFTER": str(steps)}
     job = ForkedJob(command_of(recipe, flags), cwd, agent=False, **environment)
     assert job.finish() != 0
 
 
-# fully_shard needs a real GPU: it moves weights between tensors by their storage, which a pretended
+# fully_shard needs a real GPU: it moves weights between tensors by their storage, which a fake
 # GPU does not have. test_siblings.py shows that the recipes of the other data sets are the same.
 @pytest.mark.parametrize(
     "recipe",
@@ -88,9 +88,9 @@ def test_killed_and_resumed(recipe, on_the_cpu, tmp_path, request):
         environment["PYTHONPATH"] = request.getfixturevalue("apex")
         flags += " --opt-level O0"
     kill_after(6, recipe, flags, tmp_path, **environment)
-    printed, steps = pretended(recipe, flags, tmp_path, **environment)
+    printed, steps = on_fake_gpus(recipe, flags, tmp_path, **environment)
     assert "resumed from" in printed
-    assert "cuda (pretended GPU)" in printed
+    assert "cuda (fake GPU)" in printed
     assert ("2 GPU(s) with 16 images each" in printed) == (recipe.name == "dp.py")
     assert len(steps) == 12 - 4
     ours, expected = tmp_path / "log", on_the_cpu(recipe.parent.name)
@@ -122,9 +122,9 @@ def test_cuda_graph(name, tmp_path):
     plain, graph = tmp_path / "plain", tmp_path / "graph"
     plain.mkdir()
     graph.mkdir()
-    pretended(ROOT / name, flags, plain)
+    on_fake_gpus(ROOT / name, flags, plain)
     kill_after(13, ROOT / name, with_graph, graph)
-    _, steps = pretended(ROOT / name, with_graph, graph)
+    _, steps = on_fake_gpus(ROOT / name, with_graph, graph)
     weights, expected = (checkpoint(folder / "log")["model"] for folder in (graph, plain))
     assert largest_difference(weights, expected) == 0
     assert losses(graph / "log") == losses(plain / "log")
@@ -152,7 +152,7 @@ print(total.tolist())
 def test_batches_of_other_shapes(tmp_path):
     """They run without the graph, which is said once, and count."""
     (tmp_path / "shapes.py").write_text(OTHER_SHAPES)
-    output = compute("python shapes.py", tmp_path, PRETENDED_GPUS="1", PYTHONPATH=str(ROOT))
+    output = compute("python shapes.py", tmp_path, FAKE_GPUS="1", PYTHONPATH=str(ROOT))
     line, total = output.splitlines()
     assert "without the CUDA graph" in line
     assert total == str([20.0 * 4 + 3 + 2 + 4] * 3)
@@ -162,7 +162,7 @@ def test_batches_of_other_shapes(tmp_path):
     ("command", "says"),
     [
         ("python {}/mnist/single.py --device cpu", "needs a CUDA device"),
-        ("PRETENDED_GPUS=1 python {}/imagenet/single.py --accumulate 2", "not work with --accum"),
+        ("FAKE_GPUS=1 python {}/imagenet/single.py --accumulate 2", "not work with --accum"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_go_with_a_cuda_graph(command, says, tmp_path):
@@ -173,8 +173,8 @@ def test_each_process_sees_one_gpu(tmp_path):
     """As SLURM's --gpu-bind=single gives it: each uses its device 0."""
     flags = "--synthetic 320 --model lenet --dry-run"
     recipe = ROOT / "mnist" / "ddp_launch.py"
-    printed, _ = pretended(recipe, flags, tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="3")
-    assert "world size 2 | cuda (pretended GPU)" in printed
+    printed, _ = on_fake_gpus(recipe, flags, tmp_path, gpus=1, CUDA_VISIBLE_DEVICES="3")
+    assert "world size 2 | cuda (fake GPU)" in printed
 
 
 # Launches in a step between two log intervals, on one process (single.py) or two, with torch 2.14.
@@ -193,13 +193,13 @@ def test_costs_of_a_step(name, tmp_path):
     """No step of the default model waits between two log intervals; it starts few kernels."""
     copy = changed_copy(tmp_path, name, STEP, STEP)
     run_of_copy = tmp_path / "common" / "run.py"
-    # A pretended GPU is slow.
+    # A fake GPU is slow.
     text = run_of_copy.read_text().replace("LOOK_AFTER = 5\n", "LOOK_AFTER = float('inf')\n")
     run_of_copy.write_text(text)
     # An epoch of 6 steps.
     gpus = 1 if name.endswith("single.py") else 2
     flags = f"--log-interval 3 --epochs 1 --lr 0.001 --synthetic {12 * gpus} -b 2"
-    _, steps = pretended(copy / Path(name).name, flags, tmp_path, gpus)
+    _, steps = on_fake_gpus(copy / Path(name).name, flags, tmp_path, gpus)
     # At each log interval two lines wait, for the sums and for the stop flag.
     at_intervals = ("metrics.py", "signals.py")
     for file in at_intervals:
@@ -219,7 +219,7 @@ def test_apex(dataset, level, apex, on_the_cpu, tmp_path):
     recipe = ROOT / dataset / "apex_amp.py"
     flags = f"{TRAINING} {small(dataset)} -b 16 --lr 0.02 --opt-level {level} --log-dir log"
     kill_after(5, recipe, f"{flags} --checkpoint-every 4", tmp_path, PYTHONPATH=apex)
-    printed, _ = pretended(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
+    printed, _ = on_fake_gpus(recipe, f"{flags} --resume auto", tmp_path, PYTHONPATH=apex)
     assert f"Apex {level}" in printed
     # The scale of O3, which is 1, would spoil another level's.
     assert ("amp" in checkpoint(tmp_path / "log")) == (level != "O3")
@@ -239,7 +239,7 @@ def test_apex_accumulates(apex, tmp_path):
     states = []
     # An epoch is a step. The first few overflow, until the scale is low enough.
     for epochs in (8, 9):
-        pretended(
+        on_fake_gpus(
             ROOT / "imagenet" / "apex_amp.py",
             f"--synthetic 18 --epochs {epochs} --arch resnet18 --image-size "
             "32 -b 4 --lr 1e-3 --opt-level O2 --accumulate 2 --log-dir log --resume auto",
@@ -264,7 +264,7 @@ def test_fp16_skips_the_first_step(name, tmp_path):
     flags = (
         "--model convnet --synthetic 96 -b 2 --epochs 1 --lr 1e-4 --log-dir log --amp-dtype fp16"
     )
-    pretended(ROOT / "mnist" / name, flags, tmp_path)
+    on_fake_gpus(ROOT / "mnist" / name, flags, tmp_path)
     assert checkpoint(tmp_path / "log")["scaler"]["scale"] < 65536
     assert losses(tmp_path / "log")[0] < 3
 
@@ -294,7 +294,7 @@ def test_sync_bn(recipe, of_one_process, tmp_path, request):
         flags += " --opt-level O0"
     else:
         flags += " --channels-last"
-    printed, _ = pretended(ROOT / "imagenet" / recipe, flags, tmp_path, **environment)
+    printed, _ = on_fake_gpus(ROOT / "imagenet" / recipe, flags, tmp_path, **environment)
     assert "trace-0.json.gz" in printed
     of_two = checkpoint(tmp_path / "log")["model"]
     assert largest_difference(of_two, of_one_process) < 1e-3
@@ -302,8 +302,8 @@ def test_sync_bn(recipe, of_one_process, tmp_path, request):
 
 def test_horovod_without_nccl(tmp_path):
     need_horovod("gloo")
-    printed, _ = pretended(
-        ROOT / "mnist" / "hvd.py", "--synthetic", tmp_path, status=2, PRETENDED_NCCL="0"
+    printed, _ = on_fake_gpus(
+        ROOT / "mnist" / "hvd.py", "--synthetic", tmp_path, status=2, FAKE_NCCL="0"
     )
     assert "Horovod was built without NCCL: run scripts/install_horovod.sh" in printed
 
@@ -311,7 +311,7 @@ def test_horovod_without_nccl(tmp_path):
 def test_data_parallel_on_one_device(tmp_path):
     """It takes the one that is named; in test_killed_and_resumed, all."""
     flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
-    printed, _ = pretended(ROOT / "mnist" / "dp.py", flags, tmp_path)
+    printed, _ = on_fake_gpus(ROOT / "mnist" / "dp.py", flags, tmp_path)
     assert "DataParallel, 1 GPU(s) with 64 images each |" in printed
 
 
@@ -323,7 +323,7 @@ def test_data_parallel_draws_other_dropout_on_each_device(dataset, tmp_path):
     )
     copy = changed_copy(tmp_path, f"{dataset}/dp.py", STEP, STEP + line)
     flags = f"--synthetic 32 -b 8 --max-steps 3 --model lenet {small(dataset)} --log-dir"
-    printed, again = (pretended(copy / "dp.py", f"{flags} {run}", tmp_path)[0] for run in "ab")
+    printed, again = (on_fake_gpus(copy / "dp.py", f"{flags} {run}", tmp_path)[0] for run in "ab")
     seeds = re.findall("^seeds .*", printed, re.MULTILINE)
     assert len({seed for line in seeds for seed in line.split()[1:]}) == 3 * 2
     assert re.findall("^seeds .*", again, re.MULTILINE) == seeds
@@ -334,13 +334,13 @@ def test_seeds_are_for_the_device_of_the_run(tmp_path):
     step = "            print('current', torch.cuda.current_device())\n"
     copy = changed_copy(tmp_path, "mnist/single.py", STEP, STEP + step)
     flags = "--synthetic 320 --model lenet --dry-run --device cuda:1"
-    printed, _ = pretended(copy / "single.py", flags, tmp_path)
+    printed, _ = on_fake_gpus(copy / "single.py", flags, tmp_path)
     assert "current 1\n" in printed
 
 
 def test_data_parallel_does_not_compile(tmp_path):
     """DataParallel's copy of a compiled model would compute with the weights of the first GPU."""
-    printed, _ = pretended(ROOT / "mnist" / "dp.py", "--synthetic --compile", tmp_path, status=2)
+    printed, _ = on_fake_gpus(ROOT / "mnist" / "dp.py", "--synthetic --compile", tmp_path, status=2)
     assert "--compile does not work on several GPUs" in printed
 
 

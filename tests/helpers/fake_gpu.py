@@ -1,9 +1,9 @@
-"""A pretended GPU: tensors that say cuda:0 and are computed on the CPU.
+"""A fake GPU: tensors that say cuda:0 and are computed on the CPU.
 
-    python tests/helpers/pretended_gpu.py mnist/single.py --synthetic
-    torchrun --nproc-per-node=2 tests/helpers/pretended_gpu.py mnist/ddp_launch.py --synthetic
+    python tests/helpers/fake_gpu.py mnist/single.py --synthetic
+    torchrun --nproc-per-node=2 tests/helpers/fake_gpu.py mnist/ddp_launch.py --synthetic
 
-The second command needs PRETENDED_GPUS=2 in its environment. An operation on tensors of a GPU and
+The second command needs FAKE_GPUS=2 in its environment. An operation on tensors of a GPU and
 of the CPU fails, as with CUDA. For each training step it counts launches (the operations that start
 a kernel on a GPU) and waits (the lines at which Python waits for the GPU). It cannot show a race,
 and its operations are those of the CPU: for some of them CUDA starts several kernels, and for a
@@ -391,14 +391,14 @@ def pretend(gpus):
         (torch.accelerator, "current_accelerator", torch.device("cuda")),
         (cuda, "_lazy_init", None),
         (cuda, "is_initialized", True),
-        (cuda, "get_device_name", "pretended GPU"),
+        (cuda, "get_device_name", "fake GPU"),
         (cuda, "get_device_capability", (9, 0)),
         (cuda, "is_bf16_supported", True),
         (
             cuda,
             "get_device_properties",
             SimpleNamespace(
-                name="pretended GPU",
+                name="fake GPU",
                 major=9,
                 minor=0,
                 uuid="GPU-0",
@@ -471,7 +471,7 @@ def pretend_horovod():
             )
 
     mpi_lib, mpi_ops.mpi_lib = mpi_ops.mpi_lib, Library()
-    hvd.nccl_built = lambda: os.environ.get("PRETENDED_NCCL", "1") == "1"
+    hvd.nccl_built = lambda: os.environ.get("FAKE_NCCL", "1") == "1"
 
 
 steps = []  # (launches, [line that waits, ...]) of each training step so far
@@ -487,8 +487,8 @@ def after_step(*_):
         or os.environ.get("HOROVOD_RANK")
         or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
     )
-    if rank == "0" and "PRETENDED_STEPS" in os.environ:
-        with open(os.environ["PRETENDED_STEPS"], "a") as file:
+    if rank == "0" and "FAKE_STEPS" in os.environ:
+        with open(os.environ["FAKE_STEPS"], "a") as file:
             print(json.dumps(steps[-1]), file=file)
     if len(steps) == int(os.environ.get("KILLED_AFTER", "0")):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -497,14 +497,14 @@ def after_step(*_):
 
 
 def run(script):
-    """Run a recipe on pretended GPUs.
+    """Run a recipe on fake GPUs.
 
     Return the (number of launches, [line that waits, ...]) of each training step.
-    PRETENDED_GPUS: how many there are.
-    PRETENDED_STEPS: a file to which rank 0 writes what it counts, step by step.
+    FAKE_GPUS: how many there are.
+    FAKE_STEPS: a file to which rank 0 writes what it counts, step by step.
     KILLED_AFTER: the number of steps after which each rank kills itself.
     """
-    pretend(int(os.environ.get("PRETENDED_GPUS", "1")))
+    pretend(int(os.environ.get("FAKE_GPUS", "1")))
     optimizer.register_optimizer_step_post_hook(after_step)
     with Factories(), Autocast():
         runpy.run_path(script, run_name="__main__")
