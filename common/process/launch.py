@@ -328,7 +328,7 @@ def check_world_size(world_size: int) -> None:
         started = number_in_environment(name, default=1)
         if started > world_size:
             raise InputError(
-                f"a launcher started {started} of these ({name}), and each would train alone: "
+                f"a launcher started {started} processes ({name}), and each would train alone: "
                 f"use python (hvd.py: horovodrun), or unset {name} if no launcher did"
             )
 

@@ -54,5 +54,5 @@ def test_more_processes_than_train_together(variable, monkeypatch):
     """A launcher of another recipe started them: each would train alone."""
     monkeypatch.setenv(variable, "4")
     ranks.World(CPU, rank=3, size=4)
-    with pytest.raises(InputError, match=rf"a launcher started 4 of these \({variable}\)"):
+    with pytest.raises(InputError, match=rf"a launcher started 4 processes \({variable}\)"):
         ranks.World(CPU, rank=0, size=2)

@@ -146,7 +146,7 @@ def test_mpich(tmp_path):
     assert printed.split() == ["2", "2"]
     need_horovod("mpi")
     line = refused(f"PMI_SIZE=2 python {ROOT}/mnist/hvd.py {TRAINING}", tmp_path)
-    assert "a launcher started 2 of these (PMI_SIZE)" in line
+    assert "a launcher started 2 processes (PMI_SIZE)" in line
 
 
 AGAIN = """
