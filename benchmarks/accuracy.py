@@ -18,7 +18,7 @@ import runs
 from tqdm import tqdm
 
 from common import flags
-from scripts.commands import logged
+from scripts.commands import logged, plain_exits
 
 SPEED_UPS = [("single.py", 1), ("ddp_launch.py", 2), ("ddp_launch.py", 4)]
 EACH = [*SPEED_UPS, ("hvd.py", 2), ("ddp_amp.py, bf16", 2)]
@@ -133,5 +133,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with runs.plain_exits():
+    with plain_exits():
         main()

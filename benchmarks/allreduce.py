@@ -31,7 +31,7 @@ from common import devices, flags
 from common.errors import InputError, RunError
 from common.process import launch
 from scripts import machine
-from scripts.group import bus_bandwidth, join, launched, seconds_of, sum_is_right
+from scripts.group import bus_bandwidth, join, seconds_of, sum_is_right
 
 
 def message_size(text: str) -> int:
@@ -131,7 +131,7 @@ def page(measured: list[dict]) -> str:
 
 def main():
     args = parse_args()
-    if not launched():
+    if launch.launched_rank() is None:
         measure_each(args)
         return
     group = join(pick_device)

@@ -27,7 +27,7 @@ import torch
 
 from common import flags
 from mnist import digits
-from scripts.commands import Command, logged
+from scripts.commands import Command, logged, plain_exits
 
 # docs/allreduce.md
 PUBLISHED = {"mnist": "55.7 s on 32 GPUs", "cifar10": "73.5 s on 8 GPUs"}
@@ -281,5 +281,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with runs.plain_exits():
+    with plain_exits():
         main()

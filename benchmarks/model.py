@@ -27,6 +27,7 @@ from common import flags
 from common.errors import InputError
 from common.fsdp import blocks
 from mnist import digits
+from scripts.commands import plain_exits
 
 MIB = 2**20
 # The first of DDP's buckets, and all others (torch.nn.parallel.DistributedDataParallel)
@@ -199,5 +200,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with runs.plain_exits():
+    with plain_exits():
         main()

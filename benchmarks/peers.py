@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from common import flags
 from common.errors import InputError, RunError
-from scripts.commands import Command
+from scripts.commands import Command, plain_exits
 
 BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUTS = ("examples", "horovod", "vision", "pytorch-image-models")
@@ -422,5 +422,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with runs.plain_exits():
+    with plain_exits():
         main()

@@ -171,18 +171,6 @@ def add_repeats(parser: flags.Parser, default: int) -> None:
     add("--threads", type=flags.positive_int, default=1, metavar="N", help="threads per process")
 
 
-@contextlib.contextmanager
-def plain_exits():
-    """Let an InputError or RunError end a benchmark with one line."""
-    try:
-        yield
-    except (InputError, RunError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
 def page_of(out: Path, name: str) -> str:
     """A page, from the figures in the folder `out`."""
     module = importlib.import_module(name)

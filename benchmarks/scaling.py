@@ -18,7 +18,7 @@ import runs
 from tqdm import tqdm
 
 from common import flags
-from scripts.commands import Command, logged
+from scripts.commands import Command, logged, plain_exits
 
 # "steps" are those of an epoch.
 WORK = {
@@ -145,5 +145,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with runs.plain_exits():
+    with plain_exits():
         main()

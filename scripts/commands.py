@@ -8,9 +8,27 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from common import results
+from common.errors import InputError, RunError
+
+
+@contextmanager
+def plain_exits():
+    """End a script with one line on an InputError or RunError.
+
+    SIGTERM and Ctrl-C raise an exception, so that it also ends what it has started.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    except (InputError, RunError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 class Command:

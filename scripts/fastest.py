@@ -14,7 +14,6 @@ otherwise idle.
 import itertools
 import math
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import torch
 
 from common import devices, flags
 from common.errors import InputError, RunError
-from scripts.commands import Command, logged
+from scripts.commands import Command, logged, plain_exits
 
 RECIPES = ("single.py", "ddp_launch.py", "ddp_amp.py")
 # No trial takes longer than this many seconds.
@@ -417,17 +416,6 @@ def parse_args():
     return args, given
 
 
-def end(*_):
-    # An exception, so that the recipe ends, too, and its folder is removed.
-    sys.exit(128 + signal.SIGTERM)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end)
-    try:
+    with plain_exits():
         find(*parse_args())
-    except (InputError, RunError) as error:
-        print(f"fastest.py: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)

@@ -108,11 +108,6 @@ class HorovodGroup(Group):
         self.hvd.shutdown()
 
 
-def launched() -> bool:
-    """Whether a launcher has set this process's rank; join() then needs its other variables."""
-    return any(name in os.environ for name in launch.RANKS)
-
-
 def join(pick_device) -> Group:
     """Join the group that a launcher has started; without a launcher it is a group of one.
 
@@ -120,7 +115,7 @@ def join(pick_device) -> Group:
     """
     if "RANK" in os.environ:
         return TorchGroup(pick_device)
-    return HorovodGroup(pick_device) if launched() else Group(pick_device)
+    return HorovodGroup(pick_device) if launch.launched_rank() is not None else Group(pick_device)
 
 
 def sum_is_right(group, size):

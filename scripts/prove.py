@@ -35,6 +35,7 @@ from common import checkpoint, flags, results
 from common.errors import InputError, RunError
 from scripts import findings
 from scripts.check import on_one_process
+from scripts.commands import plain_exits
 from scripts.hooks.hook_tools import checksum, leaves
 
 # Save every five steps, and send signals between two saves. Both interrupt groups of two, three,
@@ -689,11 +690,6 @@ def furthest_apart(ours: dict, theirs: dict) -> str:
     return max(apart, key=apart.get)
 
 
-def end_by_signal(number, frame):
-    """Exit, so that start_and_wait() ends its command."""
-    sys.exit(128 + number)
-
-
 def main():
     parser = flags.Parser(__doc__)
     parser.add_argument("--steps", type=flags.positive_int, default=12, help="steps of each run")
@@ -725,11 +721,5 @@ def main():
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, end_by_signal)
-    try:
+    with plain_exits():
         sys.exit(main())
-    except (InputError, RunError) as error:
-        print(f"prove.py: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
