@@ -146,12 +146,13 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def say(recipe: Path, copy: Path) -> None:
+def say(recipe: Path, copy: Path, changed: list[str]) -> None:
     """Print what was copied, what to install, and what to run."""
     parts = {path.relative_to(ROOT).parts for path in needed(recipe) - {recipe}}
     # The names of folders, and of modules beside the recipe.
     beside = sorted({part[0] + "/" if part[0] in PACKAGES else part[-1] for part in parts})
-    print(f"copied {copy}, {', '.join(beside)} (of commit {commit()})")
+    copied = beside if copy.name in changed else [str(copy), *beside]
+    print(f"copied {', '.join(copied)} (of commit {commit()})")
     packages = ["pip install -r " + shlex.quote(os.path.relpath(ROOT / "requirements.txt"))]
     if recipe.name == "hvd.py":
         packages.append("Horovod: scripts/install_horovod.sh")
@@ -187,7 +188,7 @@ def main():
         changed = take(recipe, args.project, copy.name, args.overwrite)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from error
-    say(recipe, copy)
+    say(recipe, copy, changed)
     if before and before != commit():
         print(f"update:  from commit {before} to {commit()}")
     if changed:

@@ -25,7 +25,7 @@ def test_what_to_install_and_to_type(tmp_path):
 
 def test_the_command_is_that_of_the_copy(capsys):
     for recipe in take.RECIPES:
-        take.say(recipe, Path("project/train.py"))
+        take.say(recipe, Path("project/train.py"), changed=[])
         said = capsys.readouterr().out
         assert len(re.findall(r"^(?:run|prove): .* project/train\.py", said, re.M)) == 2, recipe
 
