@@ -156,8 +156,7 @@ def gpu_memory() -> float:
 def run(
     line: str, seconds: float, interval: int | None, on_gpu: bool, hopeless: float = 0
 ) -> Trial:
-    """Train with a command for `seconds`, and log every `interval` steps (None: as the recipe
-    does).
+    """Train for `seconds`, and log every `interval` steps (None: as often as the recipe does).
 
     If it makes less than `hopeless` samples/s, its first line is enough. Raises InputError or
     RunError with the last line that the command printed.
