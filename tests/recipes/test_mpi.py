@@ -128,7 +128,7 @@ def test_a_run_under_mpirun(tmp_path):
     run_again = f"{ROOT}/mnist/ddp_launch.py {TRAINING} --resume auto --log-interval 5 --epochs"
     for number, status in ((signal.SIGTERM, 1), (signal.SIGUSR1, 0)):
         job = trains(f"{run_again} 2000", tmp_path)
-        assert len(re.findall(r"^mnist: DDP, .* world size 2 ", job.output(), re.MULTILINE)) == 1
+        assert len(re.findall(r"^mnist: DDP .* world size 2 ", job.output(), re.MULTILINE)) == 1
         job.process.send_signal(number)
         assert job.finish() == status, job.output()
         assert "stopped after a signal" in job.output()

@@ -178,4 +178,6 @@ def test_ctrl_c_as_process_1(tmp_path):
     job.wait_for("waits")
     (process_1,) = [process for process in job.alive() if process.cmdline()[0] == "python"]
     process_1.send_signal(signal.SIGINT)
-    assert job.finish() == 128 + signal.SIGINT
+    # Linux ignores a default SIGINT to process 1, but not while its main thread blocks SIGINT, as
+    # during the handler.
+    assert job.finish() in (128 + signal.SIGINT, -signal.SIGINT)
