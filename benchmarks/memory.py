@@ -293,7 +293,8 @@ def page(measured):
         most[run["layers"]] = max(run["processes"], most.get(run["layers"], 1))
     columns = ["case"]
     for layers, ranks in most.items():
-        size = f"{layers * WIDTH**2 / 1e6:.0f} M parameters, {ranks} rank{'s' if ranks > 1 else ''}"
+        unit = "ranks" if ranks > 1 else "rank"
+        size = f"{layers * WIDTH**2 / 1e6:.0f} M parameters, {ranks} {unit}"
         columns += [f"{size}: rank 0", *(["another rank"] if ranks > 1 else []), "seconds"]
     rows = {}
     for run in one["runs"]:

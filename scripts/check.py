@@ -411,6 +411,7 @@ def main():
 
 
 if __name__ == "__main__":
+    # As commands.plain_exits(), whose module would import torch.
     try:
         sys.exit(main())
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Commands that fastest.py and the benchmarks start, as a user types them."""
+"""Start commands as a user types them, and end the scripts that start them."""
 
 import os
 import re

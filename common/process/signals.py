@@ -81,9 +81,10 @@ def clean_up_first(*numbers: int):
             signal.signal(number, handler)
         for number in came:
             if signal.getsignal(number) is noted:
-                # Here, as the thread may act only after this one has printed a traceback.
+                # Not by a signal: this thread might print a traceback before the other one acts.
                 actions[number]()
-            os.kill(os.getpid(), number)
+            else:
+                os.kill(os.getpid(), number)
 
 
 class StopSignal:
